@@ -119,7 +119,7 @@ class TestInPlace:
                 raise UnsupportedError(f"{self.url} cannot replace a file")
 
         before = {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()}
-        with pytest.raises(UnsupportedError, match="materialised in place") as caught:
+        with pytest.raises(UnsupportedError, match="rewritten in place") as caught:
             ucformat.materialize(ucformat.open(NoReplace(LocalStore(place))))
         assert "DST" in str(caught.value.hint)
         assert {p: p.stat().st_mtime_ns for p in place.rglob("*") if p.is_file()} == before

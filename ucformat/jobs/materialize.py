@@ -1,15 +1,15 @@
-"""Rewrites a packed or virtual checkpoint as arrays, at another place or in place.
+"""Rewrites a checkpoint in another form, at another place or in place: a packed, virtual or based one as arrays.
 
-The arrays are written under a new attempt, as by `convert`: blocks of packed files are compared
+The new files are written under a new attempt, as by `convert`: blocks of packed files are compared
 with their checksums as they are read. Files of another checkpoint have digests of whole files, and
 are compared first. In place, the manifest that was read is replaced, if it is unchanged, and then
-the packed files are deleted.
+the old files are deleted.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
@@ -23,28 +23,41 @@ from ucformat.errors import (
 )
 from ucformat.format.attempts import record_key
 from ucformat.format.audit import SourceFile, checked, source_files
+from ucformat.format.bases import BasesStore
 from ucformat.format.commit import abandon, begin, commit, settle
+from ucformat.format.encoded import EncodedStore
+from ucformat.format.mounted import MountedStore
 from ucformat.format.structure import find_manifest
 from ucformat.format.universal import Universal
+from ucformat.geometry.tensor import Key
 from ucformat.jobs.convert import write
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.jobs.where import CheckedArguments, Where
 from ucformat.references import open_reference
+from ucformat.settings import allowed_roots
 from ucformat.storage.url import as_store
 from ucformat.storage.wrappers import find_watched
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
     from os import PathLike
 
     from ucformat.format.commit import Attempt
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
-__all__ = ["FILE_FIELDS", "is_packed", "materialize", "must_replace"]
-
-_GIVE_DST = "give the place for the arrays: `ucp materialize SRC DST`, or materialize(src, dst)"
+__all__ = [
+    "FILE_FIELDS",
+    "Form",
+    "compare_fingerprints",
+    "is_packed",
+    "materialize",
+    "must_replace",
+    "own_store",
+    "rewrite",
+]
 
 
 def materialize(
@@ -93,25 +106,15 @@ def materialize(
     options = WriteOptions(
         chunk_bytes, shard_bytes, workers, **job_arguments, where=where, codec=codec
     )
-    if dst is None:
-        return _in_place(source, options)
-    store = as_store(dst)
-    plan = {
-        **plan_document(source, list(source.tensors.values()), options),
-        "materialize": source.id,
-    }
-    attempt = options.where.begin(lambda: begin(store, plan, overwrite=overwrite))
-    manifest, written, recorded = _write(source, store, attempt, options)
-    new = {
-        "id": written.id,
-        "created": written.created,
-        "commits": None,
-        "lineage": (*manifest.lineage, *written.lineage),
-    }
-    done = commit(store, attempt, manifest.model_copy(update=new))
-    if recorded:
-        discard_finished(store, attempt.id)
-    return Checkpoint(Universal(store, manifest=done))
+    infos = list(source.tensors.values())
+    arrays = Form(
+        "materialize",
+        plan_document(source, infos, options),
+        lambda ck: not is_packed(ck),
+        lambda store, attempt: _write(source, store, attempt, options),
+        options.verify,
+    )
+    return rewrite(source, dst, arrays, where, overwrite=overwrite)
 
 
 def is_packed(ck: Checkpoint) -> bool:
@@ -123,54 +126,130 @@ def is_packed(ck: Checkpoint) -> bool:
     )
 
 
-def _in_place(source: Checkpoint, options: WriteOptions) -> Checkpoint:
-    watching = find_watched(source.store)
-    # without the check for unchanged files, since these change
-    store = source.store if watching is None else watching.inner
-    before = source.manifest
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Another form in which a checkpoint is written.
+
+    Attributes:
+        command: the subcommand of `ucp`, and the function, that writes it.
+        plan: what identifies the work, except for the checkpoint.
+        is_of: whether a checkpoint has this form.
+        write: writes it under an attempt; returns the manifest of what was written, and whether there are records.
+        verify: whether what was written must have the fingerprints that the checkpoint states.
+        needs: the urls of the bases of what is written.
+    """
+
+    command: str
+    plan: Mapping[str, Any]
+    is_of: Callable[[Checkpoint], bool]
+    write: Callable[[Store, Attempt], tuple[Manifest, bool]]
+    verify: bool
+    needs: Sequence[str] = ()
+
+    def written(
+        self, source: Checkpoint, store: Store, attempt: Attempt
+    ) -> tuple[Manifest, Manifest, bool]:
+        """Write it; returns the checkpoint's manifest with the new files, and what `write` does."""
+        manifest, recorded = self.write(store, attempt)
+        if self.verify:
+            compare_fingerprints(source, manifest)
+        changed = {name: getattr(manifest, name) for name in FILE_FIELDS}
+        changed["producer"] = {**source.manifest.producer, **manifest.producer}
+        return source.manifest.model_copy(update=changed), manifest, recorded
+
+    @property
+    def hint(self) -> str:
+        """What to do where nothing can be replaced."""
+        return f"give another place: `ucp {self.command} SRC DST`, or {self.command}(src, dst)"
+
+
+def rewrite(
+    source: Checkpoint,
+    dst: str | PathLike[str] | Store | None,
+    form: Form,
+    where: Where,
+    *,
+    overwrite: bool,
+) -> Checkpoint:
+    """Write a checkpoint in another form, and commit it.
+
+    Args:
+        dst: the place of a new checkpoint; None: in place, where one that has the form is left as it is.
+        where: where tasks run.
+        overwrite: replace what is committed at `dst`.
+    """
+    if dst is None:
+        return _in_place(source, form, where)
+    store = as_store(dst)
+    plan = {**form.plan, form.command: source.id}
+    attempt = where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=form.needs))
+    manifest, written, recorded = form.written(source, store, attempt)
+    new = {
+        "id": written.id,
+        "created": written.created,
+        "commits": None,
+        "lineage": (*manifest.lineage, *written.lineage),
+    }
+    done = commit(store, attempt, manifest.model_copy(update=new))
+    if recorded:
+        discard_finished(store, attempt.id)
+    return Checkpoint(Universal(store, allowed_roots, done))
+
+
+def _in_place(source: Checkpoint, form: Form, where: Where) -> Checkpoint:
+    store, before = own_store(source), source.manifest
     if source.viewed or not source.universal:
         raise UnsupportedError(
             f"{source.url} is a checkpoint of {source.kind}, whose files are not replaced",
-            hint=_GIVE_DST,
+            hint=form.hint,
         )
-    if not is_packed(source):
+    if form.is_of(source):
         settle(store)
         return source
-    plan = {
-        **plan_document(source, list(source.tensors.values()), options),
-        "materialize": before.attempt,
-    }
-    attempt = options.where.begin(lambda: begin(store, plan, overwrite=True, keeps=before.id))
+    plan = {**form.plan, form.command: before.attempt}
+    attempt = where.begin(
+        lambda: begin(store, plan, overwrite=True, keeps=before.id, needs=form.needs)
+    )
     now = None if attempt.replaces is None else attempt.replaces[0]
     if now is None or now.attempt != before.attempt:  # since it was opened
-        return _overtaken(store, attempt, now, before)
+        return _overtaken(store, attempt, now, before, form)
     try:
-        must_replace(store, attempt, "materialised", _GIVE_DST)
-        manifest, _, recorded = _write(source, store, attempt, options)
+        must_replace(store, attempt, "rewritten", form.hint)
+        manifest, _, recorded = form.written(source, store, attempt)
     except UcformatError:
         now = find_manifest(store, UcformatError)
         if now is None or now.attempt == before.attempt:
             raise
         # another commit deleted the files that were being read
-        return _overtaken(store, attempt, now, before)
+        return _overtaken(store, attempt, now, before, form)
     try:
         done = commit(store, attempt, manifest)
     except Conflict:
-        return _overtaken(store, attempt, find_manifest(store, UcformatError), before)
+        now = find_manifest(store, UcformatError)
+        return _overtaken(store, attempt, now, before, form)
     if recorded:
         discard_finished(store, attempt.id)
-    return Checkpoint(Universal(store, manifest=done))
+    return Checkpoint(Universal(store, allowed_roots, done))
+
+
+def own_store(source: Checkpoint) -> Store:
+    """The store of the checkpoint's own files as they are, without the check for unchanged ones, since they change."""
+    watching = find_watched(source.store)
+    store = source.store if watching is None else watching.inner
+    while isinstance(store, MountedStore | EncodedStore | BasesStore):
+        store = store.inner
+    return store
 
 
 def _overtaken(
-    store: Store, attempt: Attempt, now: Manifest | None, before: Manifest
+    store: Store, attempt: Attempt, now: Manifest | None, before: Manifest, form: Form
 ) -> Checkpoint:
-    """What replaced the opened checkpoint, if it is the same one as arrays; else Conflict."""
+    """What replaced the opened checkpoint, if it is the same one in the form; else Conflict."""
     if now is None or now.attempt != attempt.id:
         abandon(store, attempt.id)
     if now is not None and now.id == before.id:
-        checkpoint = open_checkpoint(store)
-        if not is_packed(checkpoint):
+        checkpoint = open_checkpoint(store, roots=allowed_roots)
+        if form.is_of(checkpoint):
             return checkpoint
     raise Conflict(
         f"the checkpoint {before.id} at {store.url} was replaced or deleted since it was opened",
@@ -182,7 +261,7 @@ def must_replace(store: Store, attempt: Attempt, action: str, hint: str) -> None
     """Raise UnsupportedError, before much is written, if the place has no conditional replacement of files."""
     record = record_key(attempt.id)
     try:
-        with suppress(Conflict):  # with another process that writes the same arrays
+        with suppress(Conflict):  # with another process that writes the same files
             store.replace(record, *store.read_versioned(record))
     except (PermissionDenied, UnsupportedError) as error:
         abandon(store, attempt.id)
@@ -207,10 +286,23 @@ FILE_FIELDS = (
 )
 
 
+def compare_fingerprints(source: Checkpoint, written: Manifest) -> None:
+    """Compare the fingerprints of the tensors that were written with those of the source."""
+    before = source.metadata.fingerprints
+    for doc in written.tensors:
+        expected = before.get(Key(doc.name, doc.state))
+        if expected is not None and doc.fingerprint != expected:
+            raise ChecksumError(
+                f"{source.url}: {doc.name} ({doc.state}) has another fingerprint than the manifest "
+                "says",
+                hint="restore it from another copy; nothing was removed",
+            )
+
+
 def _write(
     source: Checkpoint, store: Store, attempt: Attempt, options: WriteOptions
-) -> tuple[Manifest, Manifest, bool]:
-    """Verify registered files, then write; returns the source's manifest with the new files, and `write`'s result."""
+) -> tuple[Manifest, bool]:
+    """Verify registered files, then write, as `jobs.convert.write`."""
     infos = list(source.tensors.values())
     registered: list[SourceFile] = []
     # a digest of a whole file cannot be verified from parts
@@ -234,7 +326,4 @@ def _write(
             options, progress=lambda written, _: report(before + written, before + total)
         )
     job = ShardJob(source, store, attempt.id, infos, options, {file.file for file in registered})
-    written_manifest, recorded = write(job, attempt)
-    changed = {name: getattr(written_manifest, name) for name in FILE_FIELDS}
-    changed["producer"] = {**source.manifest.producer, **written_manifest.producer}
-    return source.manifest.model_copy(update=changed), written_manifest, recorded
+    return write(job, attempt)

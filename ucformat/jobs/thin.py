@@ -16,12 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ucformat.checkpoint import Checkpoint, open_checkpoint
-from ucformat.errors import ChecksumError, Conflict, UcformatError, UnsupportedError, UsageError
+from ucformat.errors import Conflict, UcformatError, UnsupportedError, UsageError
 from ucformat.exporters.base import weights_of
 from ucformat.format.commit import abandon, begin, commit, give_up, settle
-from ucformat.format.encoded import EncodedStore
 from ucformat.format.extents import put_sidecar
-from ucformat.format.mounted import MountedStore
 from ucformat.format.sidecar import encode
 from ucformat.format.structure import MOUNT, find_manifest
 from ucformat.format.thinned import THIN, DroppedDoc, ThinDoc, amounts, dropped_states
@@ -31,7 +29,7 @@ from ucformat.jobs.convert import put_others, write
 from ucformat.jobs.dependents import need, unprotected
 from ucformat.jobs.documents import protections_of
 from ucformat.jobs.finished import discard_finished
-from ucformat.jobs.materialize import FILE_FIELDS, must_replace
+from ucformat.jobs.materialize import FILE_FIELDS, compare_fingerprints, must_replace, own_store
 from ucformat.jobs.record import lineage_to
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.jobs.virtual import VirtualExtents
@@ -40,7 +38,6 @@ from ucformat.references import open_reference
 from ucformat.schema.tensors import BLOSC, TensorDoc, TensorTable
 from ucformat.settings import allowed_roots
 from ucformat.storage.url import as_strings
-from ucformat.storage.wrappers import find_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -208,7 +205,7 @@ def keep_tensors(
     """
     _check_universal(source)
     assert source.universal is not None  # noqa: S101 - it was checked
-    store = _own_store(source)
+    store = own_store(source)
     infos = [info for info in source.tensors.values() if info.key in keep]
     dropped = [info for info in source.tensors.values() if info.key not in keep]
     if not dropped:
@@ -252,7 +249,7 @@ def keep_tensors(
             "lineage": (*before.lineage, edge),
         }
         manifest = before.model_copy(update=changed)
-        _compare(source, manifest)
+        compare_fingerprints(source, manifest)
     except UcformatError:
         now = find_manifest(store, UcformatError)
         if now is not None and now.attempt != before.attempt:
@@ -265,15 +262,6 @@ def keep_tensors(
     if recorded:
         discard_finished(store, attempt.id)
     return Checkpoint(Universal(store, allowed_roots, done))
-
-
-def _own_store(source: Checkpoint) -> Store:
-    """The store of the checkpoint's own files as they are, without the check for unchanged ones, since they change."""
-    watching = find_watched(source.store)
-    store = source.store if watching is None else watching.inner
-    while isinstance(store, MountedStore | EncodedStore):
-        store = store.inner
-    return store
 
 
 def _as_stored(manifest: Manifest, options: WriteOptions) -> WriteOptions:
@@ -357,19 +345,6 @@ def _write_virtual(
     )
     manifest = put_others(source, store, attempt, docs).with_sidecar(*put)
     return manifest.model_copy(update={"verified": source.manifest.verified})
-
-
-def _compare(source: Checkpoint, manifest: Manifest) -> None:
-    """Compare the fingerprints of what was written with those of the source."""
-    before = source.metadata.fingerprints
-    for doc in manifest.tensors:
-        expected = before.get(Key(doc.name, doc.state))
-        if expected is not None and doc.fingerprint != expected:
-            raise ChecksumError(
-                f"{source.url}: {doc.name} ({doc.state}) has another fingerprint than the manifest "
-                "says",
-                hint="restore it from another copy; nothing was removed",
-            )
 
 
 def _overtaken(
