@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.layout import Layout
     from ucformat.jobs.attest import attest, log_reference
     from ucformat.jobs.combine.combining import average, merge
+    from ucformat.jobs.compact import compact
     from ucformat.jobs.convert import convert
     from ucformat.jobs.copy import Copied, copy
     from ucformat.jobs.cost import Cost, estimate
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.fits import Fit, fits
     from ucformat.jobs.gc import collect
     from ucformat.jobs.materialize import materialize
+    from ucformat.jobs.patch import patch
     from ucformat.jobs.register import register, reindex
     from ucformat.jobs.run import Report
     from ucformat.jobs.sign import Signature, sign
@@ -63,6 +65,7 @@ __all__ = [
     "attest",
     "average",
     "collect",
+    "compact",
     "convert",
     "copy",
     "doctor",
@@ -74,6 +77,7 @@ __all__ = [
     "materialize",
     "merge",
     "open",
+    "patch",
     "register",
     "register_zarr_dtypes",
     "reindex",
@@ -102,6 +106,7 @@ _HOMES = {
     "attest": "jobs.attest:attest",
     "average": "jobs.combine.combining:average",
     "collect": "jobs.gc:collect",
+    "compact": "jobs.compact:compact",
     "convert": "jobs.convert:convert",
     "copy": "jobs.copy:copy",
     "doctor": "jobs.doctor:doctor",
@@ -113,6 +118,7 @@ _HOMES = {
     "materialize": "jobs.materialize:materialize",
     "merge": "jobs.combine.combining:merge",
     "open": "references:open_reference",
+    "patch": "jobs.patch:patch",
     "register": "jobs.register:register",
     "register_zarr_dtypes": "format.zarr_types:register_zarr_dtypes",
     "reindex": "jobs.register:reindex",

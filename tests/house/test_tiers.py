@@ -58,6 +58,7 @@ FAMILIES = {
     "copy": "jobs/test_copy.py::test_there_and_back_through_an_object_store",
     "verify": "jobs/test_verify.py::test_every_mutation_is_found",
     "materialize": "jobs/test_materialize.py::TestInPlace::test_all_of_it_stays_but_the_packed_files",
+    "patch": "jobs/test_patch.py::test_a_chain_is_written_folded_and_made_whole",
     "thin": "jobs/test_thin.py::TestWhatIsLeft::test_only_the_states_are_gone",
     "register": "jobs/test_register.py::test_a_tree_of_everything",
     "virtual checkpoints": "jobs/test_virtual.py::test_it_reads_as_its_source_does",

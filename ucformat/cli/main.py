@@ -55,6 +55,8 @@ ucp = Program(
         "average": (None, "Average checkpoints."),
         "merge": (None, "Merge models, or adapters into their base."),
         "materialize": ("convert:materialize", "Convert a packed checkpoint to arrays."),
+        "patch": ("patch:patch", "Write a checkpoint as a patch of another one."),
+        "compact": ("patch:compact", "Make a checkpoint that depends on others whole."),
         "thin": ("thin:thin", "Remove states, such as moments, from checkpoints in place."),
         "copy": ("convert:copy", "Copy a universal checkpoint to another location."),
         "verify": ("verify:verify", "Read every byte and compare it with its checksums."),

@@ -125,13 +125,19 @@ class Bases:
             )
         return place
 
-    def amounts(self) -> dict[str, tuple[int, int]]:
-        """The number and the bytes of the tensors of each base, by its url in the manifest."""
+    def amounts(self, *, patched: bool = False) -> dict[str, tuple[int, int]]:
+        """The number and the bytes of the tensors of each base, by its url in the manifest.
+
+        Args:
+            patched: count those of which tensors are patches instead.
+        """
         if not self.docs:
             return {}
         totals = [[0, 0] for _ in self.docs]
-        for number, nbytes in self._table.by_kind(lambda k: (k.is_referenced and k.base, k.nbytes)):
-            if number is not False:
+        for number, nbytes in self._table.by_kind(
+            lambda k: (k.base if k.is_referenced != patched else None, k.nbytes)
+        ):
+            if number is not None:
                 totals[number][0] += 1
                 totals[number][1] += nbytes
         return {doc.url: (n, size) for doc, (n, size) in zip(self.docs, totals, strict=True) if n}
@@ -171,7 +177,7 @@ class Bases:
         if reason is not None:
             raise IntegrityError(
                 f"{self._home} is based on {doc.url}, {reason}",
-                hint="no writer makes such checkpoints; `ucp materialize` makes one of them whole, or "
+                hint="no writer makes such checkpoints; `ucp compact` makes one of them whole, or "
                 "restore it from a copy that is",
             )
         self._all.checkpoints[doc.id] = base

@@ -138,12 +138,14 @@ def encode(
     fingerprint: Sums,
     codec: str,
     patched: tuple[Encoding, Bytes] | None = None,
+    number: int = 0,
 ) -> EncodedTile:
     """Encode a tile.
 
     Args:
         start: where it begins in the plain file.
-        patched: how it is encoded, and its payload, if that has been chosen with regard to base 0.
+        patched: how it is encoded, and its payload, if that has been chosen with regard to a base.
+        number: that of the base.
     """
     crc, nbytes = checksum(data, place_checksum(file, start)), memoryview(data).nbytes
     encoding, payload = Encoding.RAW, data
@@ -151,7 +153,7 @@ def encode(
         encoding, payload = patched
     elif codec != "raw":
         encoding, payload = encode_tile(data, itemsize)
-    of = 0 if encoding in PATCHES else NO_BASE
+    of = number if encoding in PATCHES else NO_BASE
     return EncodedTile(nbytes, itemsize, crc, fingerprint, encoding, payload, of)
 
 

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from ucformat.format.arrays import StoredArray
     from ucformat.format.commit import Attempt
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.jobs.patch_files import PatchJob
     from ucformat.storage.base import Store
 
 __all__ = ["convert", "put_others", "write"]
@@ -165,7 +166,7 @@ def convert(
     )
     where = Where.parse(on)
     options = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, where, codec)
-    infos = _chosen(source, None if states is None else as_strings(states))
+    infos = chosen(source, None if states is None else as_strings(states))
     _check_virtual(options, virtual=virtual, checksums=checksums, unprotected=unprotected)
     _check_weights(source, infos, weights, virtual=virtual)
     references = NO_REFERENCES
@@ -186,7 +187,7 @@ def convert(
     )
     plan |= {"weights": weights} if weights else {}
     # before there are files of an attempt, which may be inside the source's folder
-    _warn_of_unread(source)
+    warn_of_unread(source)
     placed = VirtualExtents(source, infos) if virtual else None
     needs = list(references.urls) if placed is None else [url for url, _ in placed.homes]
     attempt = options.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
@@ -215,15 +216,9 @@ def convert(
                 checksums=checksums,
                 unprotected=unprotected,
             )
-        if step is None:
-            step = (
-                manifest.step
-                if source.universal or manifest.step is not None
-                else step_in_name(source.home)
-            )
         about = {
             "run": run or manifest.run,
-            "step": step,
+            "step": step_of(source, manifest) if step is None else step,
             "config": with_config(manifest.config, config),
         }
         done = commit(
@@ -245,7 +240,13 @@ def convert(
     return Checkpoint(Universal(store, allowed_roots, done))
 
 
-def _warn_of_unread(source: Checkpoint) -> None:
+def step_of(source: Checkpoint, manifest: Manifest) -> int | None:
+    """The step of what was written of a source: its own, else the one in its name."""
+    known = source.universal or manifest.step is not None
+    return manifest.step if known else step_in_name(source.home)
+
+
+def warn_of_unread(source: Checkpoint) -> None:
     if lost := [name for name in source.unread if name not in source.assets]:
         _log.warning(
             "%s: ucformat does not know what these files are, and the new checkpoint does not "
@@ -337,7 +338,8 @@ def _check_weights(
     plan_files(source, infos, "", weights)  # raises before anything is written
 
 
-def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo]:
+def chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo]:
+    """The tensors of the chosen states; of all if there is no choice."""
     source.check_readable(states)
     infos = [i for i in source.tensors.values() if states is None or i.state in states]
     unknown = set(states or ()) - {i.state for i in infos}
@@ -355,14 +357,14 @@ def _chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo
 def write(
     job: ShardJob,
     attempt: Attempt,
-    weights: Callable[[], WeightsJob] | None = None,
+    in_files: Callable[[], WeightsJob | PatchJob] | None = None,
     references: References = NO_REFERENCES,
 ) -> tuple[Manifest, bool]:
     """Write tensors, and everything else of a checkpoint.
 
     Args:
-        weights: makes the job that writes the other tensors (default: there are none).
-        references: the tensors of a base (default: there are none).
+        in_files: makes the job that writes the other tensors (default: there are none).
+        references: the tensors of a base that are not among those (default: there are none).
 
     Returns:
         The manifest, which the caller commits, and whether there are records, which the caller then
@@ -385,24 +387,19 @@ def write(
     recorded, folder, infos = job.recorded or options.where != HERE, None, job.infos
     sidecar: SidecarDoc | None = None
     requires: tuple[str, ...] = ()
-    fingerprints: Mapping[Key, str] = {}
-    if weights is not None:
-        with weights() as files:
+    docs_in_files: Mapping[Key, TensorDoc] = {}
+    if in_files is not None:
+        with in_files() as files:
             if finishes := _run_tasks(files, job, attempt, job.total):
-                files_verified = files.finish()
+                docs_in_files, files_verified = files.finish()
                 sidecar, requires = files.put_sidecar()
-                fingerprints = files.fingerprints
-                file_infos = [placed.info for placed in files.placed.tensors.values()]
+                file_infos = [info for info in files.infos if info.key in docs_in_files]
                 verified = joined([(job.infos, verified), (file_infos, files_verified)])
-        recorded, folder, infos = recorded or files.recorded, files.placed.folder, files.infos
+        recorded, folder, infos = recorded or files.recorded, files.folder, files.infos
     if not finishes:
         raise NotFinished(f"this part of {store.url} is written; another process commits it")
     by_key = {Key(doc.name, doc.state): doc for doc in arrays}
-    docs = tuple(
-        by_key.get(i.key)
-        or TensorDoc(i.name, i.state, i.dtype, i.shape, fingerprint=fingerprints[i.key])
-        for i in infos
-    )
+    docs = tuple(by_key.get(i.key) or docs_in_files[i.key] for i in infos)
     docs = references.among(docs, job.source.tensors, ordered=sidecar is None)
     if references.tensors:
         verified = joined([(infos, verified), (references.infos, VerifiedDoc(default=False))])
@@ -410,14 +407,16 @@ def write(
     for source in job.sources[1:]:
         _check_unchanged(source)
     grid = (
-        grid_doc(options.chunk_bytes, options.shard_bytes) if job.infos or weights is None else None
+        grid_doc(options.chunk_bytes, options.shard_bytes)
+        if job.infos or in_files is None
+        else None
     )
     manifest = manifest.with_sidecar(sidecar, (*requires, *manifest.requires))
     return manifest.model_copy(update={"verified": verified, "grid": grid}), recorded
 
 
 def _run_tasks(
-    tasks: ShardJob | WeightsJob, job: ShardJob, attempt: Attempt, before: int = 0
+    tasks: ShardJob | WeightsJob | PatchJob, job: ShardJob, attempt: Attempt, before: int = 0
 ) -> bool:
     """Run the tasks of a job, which come after so many bytes of the job of the arrays."""
     options = job.options

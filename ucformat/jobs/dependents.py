@@ -16,7 +16,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ucformat.catalog.stamp import make_stamp
-from ucformat.errors import Conflict, NotFound, PermissionDenied, UcformatError, UnsupportedError
+from ucformat.errors import (
+    Conflict,
+    NotACheckpoint,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.format.attempts import KINDS, TRIES, contended, replacing_attempts
 from ucformat.format.bases import place_of_base, url_of_base
 from ucformat.format.commit import settle
@@ -177,11 +184,14 @@ def release(store: Store, record: AttemptDoc) -> None:
     """Remove the records that a checkpoint whose attempt is gone needs files elsewhere; failures are warnings.
 
     Only beside this place, or where this user's virtual checkpoints may have files, and only records
-    with the url of this place: the record of an attempt may be another user's.
+    with the url of this place: the record of an attempt may be another user's. A base that the
+    checkpoint still has when its files were replaced in place stays recorded.
     """
     for need_url in record.needs:
         place = need_url
         try:
+            if need_url in _bases_at(store, record.id):
+                continue
             place = place_of_base(store.url, need_url)
             if record.id is None or not (sibling_name(need_url) or _is_allowed(place)):
                 raise PermissionDenied(
@@ -202,6 +212,15 @@ def release(store: Store, record: AttemptDoc) -> None:
                 "%s is still recorded as needed by %s: %s; remove that with --ignore-dependent",
                 *(place, record.id, error.message),
             )
+
+
+def _bases_at(store: Store, checkpoint: str | None) -> frozenset[str]:
+    """The urls of the bases of a checkpoint at a place; none if it is not there."""
+    try:
+        manifest, _ = read_manifest(store)
+    except NotACheckpoint:
+        return frozenset()
+    return frozenset(base.url for base in manifest.bases if manifest.id == checkpoint)
 
 
 def _release_base(store: Store, doc: NeededByDoc, home: str) -> None:

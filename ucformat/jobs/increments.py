@@ -16,6 +16,7 @@ from ucformat.format.structure import sibling_name
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.dependents import need_base
 from ucformat.references import open_reference
+from ucformat.schema.limits import MAX_CHAIN
 from ucformat.schema.manifest import BASES, BaseDoc
 from ucformat.schema.tensors import TensorDoc
 from ucformat.settings import allow_root
@@ -83,21 +84,21 @@ class Base:
         places = (place_of_base(self.url, doc.url) for doc in self._bases.docs)
         return [url_of_base(self._home, place) for place in (self.url, *places)]
 
-    @property
-    def depth(self) -> int:
-        """How many checkpoints, of which each is based on the next, there are below the base."""
-        return self._bases.depth
+    def check_depth(self) -> None:
+        """Raise UsageError if so many checkpoints lie below the base that one more could not be read."""
+        if self._bases.depth >= MAX_CHAIN:
+            raise UsageError(
+                f"{MAX_CHAIN} checkpoints are patches of each other already, the last at {self.url}",
+                hint="`ucp compact --fold` makes one patch of it; a training saves without base now and then, "
+                "as Manager does with increments",
+            )
 
     def match(self, info: TensorInfo, fingerprint: str | None) -> TensorDoc | None:
         """The base's tensor that equals one with this fingerprint; None if there is none."""
-        doc = self._alike(info)
+        doc = self.alike(info)
         return doc if doc is not None and doc.fingerprint == fingerprint else None
 
-    def could_match(self, info: TensorInfo) -> bool:
-        """Whether a tensor equals one of the base if its fingerprint does."""
-        return self._alike(info) is not None
-
-    def _alike(self, info: TensorInfo) -> TensorDoc | None:
+    def alike(self, info: TensorInfo) -> TensorDoc | None:
         """The base's tensor of the same name, state, dtype and shape, if its fingerprint is known."""
         table = self.manifest.tensors
         row = table.row(*info.key)
@@ -106,26 +107,29 @@ class Base:
             return None
         return doc if (doc.stored_dtype, doc.shape) == (info.dtype, info.shape) else None
 
-    def referenced(self, docs: Iterable[TensorDoc], *, patch: bool = False) -> References:
+    def referenced(
+        self, docs: Iterable[TensorDoc], patched: Iterable[TensorDoc] = (), *, patch: bool = False
+    ) -> References:
         """The references to tensors of the base, in order.
 
         Args:
-            patch: whether others may be patches of those of the base, which is number 0 then.
+            patched: tensors of which others are patches.
+            patch: whether others, that are not known yet, may be patches of those of the base, which is
+                number 0 then.
         """
         owners: dict[int | None, int] = {None: 0} if patch else {}
-        tensors = []
-        for doc in docs:
+
+        def reference(doc: TensorDoc) -> TensorDoc:
             owner = doc.base if doc.is_referenced else None
-            number = owners.setdefault(owner, len(owners))
-            tensors.append(
-                TensorDoc(
-                    *(doc.name, doc.state, doc.dtype, doc.shape),
-                    itemsize=doc.itemsize,
-                    fingerprint=doc.fingerprint,
-                    base=number,
-                )
+            return TensorDoc(
+                *(doc.name, doc.state, doc.dtype, doc.shape),
+                itemsize=doc.itemsize,
+                fingerprint=doc.fingerprint,
+                base=owners.setdefault(owner, len(owners)),
             )
-        return References(tuple(map(self._owner, owners)), tuple(tensors), self._home)
+
+        tensors, alike = tuple(map(reference, docs)), tuple(map(reference, patched))
+        return References(tuple(map(self._owner, owners)), tensors, self._home, alike)
 
     def _owner(self, number: int | None) -> _Owner:
         if number is None:
@@ -136,11 +140,16 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """The tensors that a new checkpoint at `home` references, and the checkpoints that store them."""
+    """The tensors that a new checkpoint at `home` references, and the checkpoints that store them.
+
+    Attributes:
+        patched: the tensors of which tensors of the new checkpoint are patches.
+    """
 
     owners: tuple[_Owner, ...] = ()
     tensors: tuple[TensorDoc, ...] = ()
     home: str = ""
+    patched: tuple[TensorDoc, ...] = ()
 
     @property
     def keys(self) -> frozenset[Key]:
@@ -212,15 +221,28 @@ def find_references(
     infos: Sequence[TensorInfo],
     base: str | PathLike[str] | Checkpoint,
     home: str,
+    *,
+    patch: bool = False,
 ) -> References:
-    """The tensors of a checkpoint that its base has; those without a fingerprint are read."""
+    """The tensors of a checkpoint that its base has; those without a fingerprint are read.
+
+    Args:
+        patch: whether the others are written as patches of those of the base.
+    """
     opened = Base(base if isinstance(base, Checkpoint) else open_reference(base), home)
+    opened.check_depth()
     recorded = source.metadata.fingerprints
-    lacking = [i for i in infos if recorded.get(i.key) is None and opened.could_match(i)]
+    alike = {i.key: doc for i in infos if (doc := opened.alike(i)) is not None}
+    lacking = [i for i in infos if i.key in alike and recorded.get(i.key) is None]
     computed: dict[Key, str] = {}
     if lacking:
         from ucformat.jobs.fingerprints import compute_fingerprints  # which needs SQLAlchemy
 
         computed = compute_fingerprints(source, lacking, lambda _: None)
-    matches = (opened.match(i, recorded.get(i.key) or computed.get(i.key)) for i in infos)
-    return opened.referenced(doc for doc in matches if doc is not None)
+    equal = {
+        key: doc
+        for key, doc in alike.items()
+        if doc.fingerprint == (recorded.get(key) or computed.get(key))
+    }
+    others = [doc for key, doc in alike.items() if key not in equal]
+    return opened.referenced(equal.values(), others if patch else ())

@@ -100,7 +100,7 @@ class WeightsJob(FilesJob):
         self._order = sorted(range(len(files.files)), key=lambda n: -files.files[n].nbytes)
         self._crcs = np.zeros(files.count, np.uint32)
         self._bare: set[Key] = set()
-        self.fingerprints: dict[Key, str] = {}  # of the tensors in the files of finished tasks
+        self._fingerprints: dict[Key, str] = {}  # of the tensors in the files of finished tasks
         super().__init__(
             source, store, [files.files[n] for n in self._order], verify=options.verify
         )
@@ -149,26 +149,38 @@ class WeightsJob(FilesJob):
             return
         self._crcs[blocks.start : blocks.stop] = crcs
         for placed, of_tensor in zip(tensors, sums, strict=True):
-            self.fingerprints[placed.info.key] = text_of(of_tensor)
+            self._fingerprints[placed.info.key] = text_of(of_tensor)
         if task.bare:
             self._bare.update(
                 key for key, placed in self.placed.tensors.items() if placed.file == number
             )
 
-    def finish(self) -> VerifiedDoc:
+    @property
+    def folder(self) -> str | None:
+        """The key of the folder of safetensors files; None if there are none."""
+        return self.placed.folder
+
+    def finish(self) -> tuple[Mapping[Key, TensorDoc], VerifiedDoc]:
         """Complete the checksums of the source; call it when all tasks are finished.
+
+        Returns:
+            The tensors in files, for the manifest, and which of them were verified.
 
         Raises:
             Conflict: a file of the source has changed.
         """
         self.check_source()
         infos = [placed.info for placed in self.placed.tensors.values()]
+        docs = {
+            i.key: TensorDoc(
+                i.name, i.state, i.dtype, i.shape, fingerprint=self._fingerprints[i.key]
+            )
+            for i in infos
+        }
         verifier = self.input.verifier
-        return (
-            VerifiedDoc(default=False)
-            if verifier is None
-            else verifier.described(infos, self._bare)
-        )
+        if verifier is None:
+            return docs, VerifiedDoc(default=False)
+        return docs, verifier.described(infos, self._bare)
 
     def put_sidecar(self) -> tuple[SidecarDoc, tuple[str, ...]]:
         """Write the sidecar, with the extents of the tensors in files, as the format's `put_sidecar`.

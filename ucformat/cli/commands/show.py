@@ -363,22 +363,25 @@ def _packed(ck: Checkpoint) -> dict[str, int] | None:
 
 def _encoded(ck: Checkpoint) -> dict[str, Any] | None:
     """The codecs of a universal checkpoint, and the bytes of its tensors and of its files; None if it has no codec."""
-    manifest = ck.manifest
-    codecs = list(dict.fromkeys(k.codec for k in manifest.tensors.kinds if k.codec is not None))
+    from ucformat.jobs.patch import stored_bytes
+
+    kinds = ck.manifest.tensors.kinds
+    codecs = list(dict.fromkeys(kind.codec for kind in kinds if kind.codec is not None))
     if ck.universal is None or ck.viewed or not codecs:
         return None
-    nbytes = sum(t.nbytes for t in manifest.tensors if not t.is_referenced)
-    files = ck.universal.store.list(f"data/{manifest.attempt}")
-    return {"codecs": codecs, "bytes": nbytes, "stored": sum(info.size for info in files)}
+    stored = stored_bytes(ck)
+    return {"codecs": codecs, "bytes": stored.plain, "stored": stored.written}
 
 
 def _bases(ck: Checkpoint) -> list[dict[str, Any]]:
-    """The checkpoints of which tensors are: their ids and places, and how many tensors and bytes."""
+    """The checkpoints of which tensors are: their ids and places, and how many tensors and bytes; and of patches."""
     if ck.universal is None or ck.viewed:
         return []
     amounts = ck.universal.bases.amounts()
+    patched = ck.universal.bases.amounts(patched=True)
     return [
         {"id": base.id, "url": base.url, "tensors": number, "bytes": nbytes}
+        | {"patched": patched.get(base.url, (0, 0))[0]}
         for base in ck.manifest.bases
         for number, nbytes in (amounts.get(base.url, (0, 0)),)
     ]
@@ -484,10 +487,11 @@ def _describe(s: Mapping[str, Any], recorded: Recorded | None) -> Iterator[str]:
         )
     for base in s["bases"] or ():
         amount = f"{plural(base['tensors'], 'tensor')}, {bytes_text(base['bytes'])}"
-        yield from field("base", f"{amount} in {base['url']}, {base['id']}", width)
+        patches = f"; patches of {base['patched']:,} others" if base["patched"] else ""
+        yield from field("base", f"{amount} in {base['url']}, {base['id']}{patches}", width)
     if s["bases"]:
         own = s["total"]["bytes"] - sum(base["bytes"] for base in s["bases"])
-        yield from field("own", f"{bytes_text(own)}; `ucp materialize` makes it whole", width)
+        yield from field("own", f"{bytes_text(own)}; `ucp compact` makes it whole", width)
     if s["encoded"]:
         sizes = [bytes_text(s["encoded"][k]) for k in ("bytes", "stored")]
         codecs = ", ".join(s["encoded"]["codecs"])

@@ -158,7 +158,7 @@ def print_written(ck: Checkpoint, seconds: float, out: Output, *, nothing: bool 
         "mb_per_s": round(nbytes / seconds / 1e6, 3),
     }
     referenced = 0
-    if ck.universal is not None and not nothing:
+    if ck.universal is not None and ck.manifest.bases and not nothing:
         referenced = sum(size for _, size in ck.universal.bases.amounts().values())
         data["bytes_referenced"] = referenced
     own = f", {bytes_text(referenced)} of them in bases" if referenced else ""

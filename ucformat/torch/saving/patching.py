@@ -17,7 +17,6 @@ from ucformat.format.patched import read_boxes
 from ucformat.format.tile_index import tile_fingerprint
 from ucformat.geometry.tensor import single_extents
 from ucformat.references import open_reference
-from ucformat.schema.limits import MAX_CHAIN
 from ucformat.storage.concurrency import thread_memory
 from ucformat.torch.comm.merging import merged
 from ucformat.torch.comm.wire import message
@@ -68,11 +67,8 @@ def agree_on_base(
         base = open_base(options.base, home)
         if base is None:
             return _Answer()
-        if options.patch and base.depth >= MAX_CHAIN:
-            raise UsageError(
-                f"{MAX_CHAIN} checkpoints are patches of each other already, the last at {base.url}",
-                hint="save without base now and then, as Manager does with increments",
-            )
+        if options.patch:
+            base.check_depth()
         return _Answer(base.manifest.id, base.url, changed)
 
     def both(a: Mapping[str, bytes], b: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -1,0 +1,355 @@
+"""The packed files of a patch, as tasks: each is written tile by tile, with an index at the end.
+
+Where the tiles are in the plain files is a pure function of the tensors, so all writers agree on it. How each is
+stored, whichever is smallest, follows from its bytes and those of the base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+
+from ucformat.format.chunking import CHECKSUM_BYTES, Grid, Tiling
+from ucformat.format.described import ALIGNMENT
+from ucformat.format.encoding import encode_tile
+from ucformat.format.extents import put_sidecar
+from ucformat.format.sidecar import encode_columns, tiled_columns
+from ucformat.format.tile_index import TileIndexWriter, encode
+from ucformat.geometry.box import Box, bounding_box, row_major
+from ucformat.geometry.fingerprint import (
+    NO_ELEMENTS,
+    fingerprint_of,
+    packed_sums,
+    text_of,
+    total,
+    unpacked_sums,
+)
+from ucformat.geometry.flat_buffer import align_up
+from ucformat.geometry.tensor import Key, Piece
+from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, sums_of
+from ucformat.jobs.inputs import Input
+from ucformat.jobs.reopen import reopen, spec_of
+from ucformat.jobs.run import workers_for
+from ucformat.jobs.shards import WriteOptions, plan_spec, planned_of
+from ucformat.jobs.tasks import job_name
+from ucformat.schema.manifest import CODECS, PATCHES, SidecarDoc, VerifiedDoc
+from ucformat.schema.tensors import BLOSC, TILES, TensorDoc, TensorTable
+from ucformat.storage.upload import unit_for
+from ucformat.storage.url import open_store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.fingerprint import Sums
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.jobs.finished import SumPart
+    from ucformat.storage.base import Store
+
+FILE_BYTES = 64 << 20  # of a plain file, at most, unless one tile is larger
+_BATCH_BYTES = 4 << 20  # of tiles that are read at once, at most, unless one is larger
+
+
+class PlacedBox(NamedTuple):
+    """A box of a tensor that is stored tile by tile, from a byte of a plain file on."""
+
+    info: TensorInfo
+    box: Box
+    offset: int
+
+    @property
+    def tiling(self) -> Tiling:
+        """The tiles of the tensor."""
+        return Tiling.of(self.info.shape, self.info.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return self.box.size * self.info.itemsize
+
+
+class _Tile(NamedTuple):
+    """A tile, and where it begins in the plain file; `part` is the number of its box in the file."""
+
+    part: int
+    info: TensorInfo
+    box: Box
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.info.itemsize
+
+
+def place_boxes(infos: Sequence[TensorInfo]) -> list[list[PlacedBox]]:
+    """Cut tensors into boxes of whole tiles, and fill files with them in order."""
+    files: list[list[PlacedBox]] = []
+    end = 0
+    for info in infos:
+        grid = Grid.of(info.shape, info.itemsize, shard_bytes=FILE_BYTES)
+        for box in map(grid.box, grid.shards()):
+            offset = align_up(end, ALIGNMENT)
+            nbytes = Tiling.of(info.shape, info.itemsize).nbytes(box)
+            if not files or offset + nbytes > FILE_BYTES:
+                files.append([])
+                offset = 0
+            files[-1].append(PlacedBox(info, box, offset))
+            end = offset + nbytes
+    return files
+
+
+def _tiles(boxes: Sequence[PlacedBox]) -> Iterator[_Tile]:
+    """The tiles of a file, in order."""
+    for part, placed in enumerate(boxes):
+        offset = placed.offset
+        for box in placed.tiling.boxes(placed.box):
+            yield _Tile(part, placed.info, box, offset)
+            offset += box.size * placed.info.itemsize + CHECKSUM_BYTES
+
+
+def _batches(tiles: Iterator[_Tile]) -> Iterator[list[_Tile]]:
+    """Tiles that are read at once."""
+    batch: list[_Tile] = []
+    nbytes = 0
+    for tile in tiles:
+        if batch and nbytes + tile.nbytes > _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(tile)
+        nbytes += tile.nbytes
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class PatchPlan:
+    """What a patch is made of.
+
+    Attributes:
+        infos: all tensors of the new checkpoint, in order.
+        referenced: those of them of which nothing is stored, as the manifest has them.
+        bases: the tensors of which the others are patches, with the number of the base that stores each; a tensor
+            that has none is compressed.
+    """
+
+    infos: Sequence[TensorInfo]
+    referenced: Mapping[Key, TensorDoc]
+    bases: Mapping[Key, TensorDoc]
+
+    @property
+    def stored(self) -> list[TensorInfo]:
+        """The tensors of which tiles are stored."""
+        return [info for info in self.infos if info.key not in self.referenced]
+
+
+class PatchJob(RecordedJob):
+    """Writes the packed files of a patch.
+
+    The bytes of the base are compared with their checksums in any case: a patch of damaged bytes could not be
+    applied to whole ones.
+
+    Args:
+        base: the checkpoint that has the tensors in `plan.bases`.
+    """
+
+    kind = "patch"
+    folder: str | None = None  # it has no safetensors files
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        base: Checkpoint,
+        store: Store,
+        attempt: str,
+        plan: PatchPlan,
+        options: WriteOptions,
+    ) -> None:
+        self.source, self.base, self.store, self.attempt = source, base, store, attempt
+        self.plan, self.options = plan, options
+        self.infos = plan.infos
+        self.files = place_boxes(plan.stored)
+        self.count = len(self.files)
+        self.finished = set()
+        self._sums: dict[Key, Sums] = {info.key: NO_ELEMENTS for info in plan.stored}
+        self._bare: set[Key] = set()
+        self.inputs = [Input(source, verify=options.verify), Input(base, verify=True)]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for input_ in self.inputs:
+            input_.close()
+        super().__exit__(kind)
+
+    def key(self, task: int) -> str:
+        """The key of a file."""
+        return f"data/{self.attempt}/patch-{task:05}.bin"
+
+    def nbytes(self, task: int) -> int:
+        """See Job."""
+        return sum(placed.nbytes for placed in self.files[task])
+
+    def spec(self) -> dict[str, Any]:
+        """See Job."""
+        plan = plan_spec(self.source, self.store, self.attempt, self.infos, self.options)
+        tensors = [
+            [
+                (*key, doc.dtype, doc.itemsize, doc.fingerprint, doc.base)
+                for key, doc in docs.items()
+            ]
+            for docs in (self.plan.referenced, self.plan.bases)
+        ]
+        return {"job": job_name(self), "base": spec_of(self.base), "docs": tensors, **plan}
+
+    @classmethod
+    def of_spec(cls, spec: Mapping[str, Any]) -> Self:
+        """See Job."""
+        source, infos, options = planned_of(spec)
+        shapes = {info.key: info.shape for info in infos}
+        referenced, bases = (
+            {
+                Key(name, state): TensorDoc(
+                    *(name, state, dtype, shapes[Key(name, state)]),
+                    itemsize=itemsize,
+                    fingerprint=fingerprint,
+                    base=number,
+                )
+                for name, state, dtype, itemsize, fingerprint, number in docs
+            }
+            for docs in spec["docs"]
+        )
+        plan = PatchPlan(infos, referenced, bases)
+        store = open_store(spec["store"])
+        return cls(source, reopen(spec["base"]), store, spec["attempt"], plan, options)
+
+    def run(self, task: int) -> tuple[TaskDoc, Sequence[Sequence[SumPart]]]:
+        """See Job."""
+        key = self.key(task)
+        of_source, of_base = self.inputs
+        with of_source.task() as read, of_base.task() as read_of_base:
+            sums, bare = self._write(key, self.files[task])
+        done = TaskDoc.of(task, self.store.info(key), sums, bare=bare)
+        return done, (read, read_of_base)
+
+    def _write(self, key: str, boxes: Sequence[PlacedBox]) -> tuple[bytes, bool]:
+        """Write a file; returns the fingerprints of its boxes, and whether bytes of the source have no checksum."""
+        of_source, of_base = self.inputs
+        index, bare = TileIndexWriter(key), False
+        sums: list[tuple[int, Sums]] = []
+        plain = boxes[-1].offset + boxes[-1].tiling.nbytes(boxes[-1].box)
+        with self.store.create(key, unit_for(plain)) as out:
+            for batch in _batches(_tiles(boxes)):
+                memories, covered = _read(of_source, batch)
+                bare |= not covered
+                patched = [tile for tile in batch if tile.info.key in self.plan.bases]
+                base_memories, _ = _read(of_base, patched)
+                base_of = dict(zip(patched, base_memories, strict=True))
+                for tile, memory in zip(batch, memories, strict=True):
+                    info, base = tile.info, base_of.get(tile)
+                    elements = memory.view(f"V{info.itemsize}").reshape(tile.box.shape)
+                    fingerprint = fingerprint_of(elements, info.shape, tile.box)
+                    sums.append((tile.part, fingerprint))
+                    encoded = encode(
+                        *(key, tile.offset, memory.data, info.itemsize, fingerprint, BLOSC),
+                        patched=None
+                        if base is None
+                        else encode_tile(memory.data, info.itemsize, base.data),
+                        number=0 if base is None else self.plan.bases[info.key].base or 0,
+                    )
+                    out.write(encoded.payload)
+                    out.write(index.add(tile.offset, encoded))
+            out.write(index.encode(plain))
+        return packed_sums(sums, len(boxes)), bare
+
+    def record(self, results: Mapping[int, Any]) -> str:
+        """See Job."""
+        sums = tuple(
+            doc.model_copy(update={"input": n})
+            for n in range(len(self.inputs))
+            for doc in sums_of(read[n] for _, read in results.values())
+        )
+        tasks = tuple(doc for doc, _ in results.values())
+        return FinishedDoc(parts=self.parts, tasks=tasks, sums=sums).model_dump_json()
+
+    def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:  # noqa: ARG002 - see RecordedJob
+        """See RecordedJob."""
+        self.parts = max(self.parts, doc.parts)
+        for task in doc.tasks:
+            if task.task in self.finished or task.task >= self.count:
+                continue
+            boxes, sums = self.files[task.task], unpacked_sums(bytes.fromhex(task.digests))
+            if task.file != self.key(task.task) or len(sums) != len(boxes):
+                continue  # a record of something else: the file is written again
+            self.finished.add(task.task)
+            for placed, part in zip(boxes, sums, strict=True):
+                key = placed.info.key
+                self._sums[key] = total((self._sums[key], part))
+                if task.bare:
+                    self._bare.add(key)
+        for n, input_ in enumerate(self.inputs):
+            if input_.verifier is not None:
+                input_.verifier.take(sums for sums in doc.sums if sums.input == n)
+
+    def finish(self) -> tuple[Mapping[Key, TensorDoc], VerifiedDoc]:
+        """Complete the checksums of which parts were read; call it when all tasks are finished.
+
+        Returns:
+            The tensors for the manifest, and which of them were verified.
+        """
+        for input_ in self.inputs:
+            if input_.verifier is not None:
+                workers = self.options.workers or workers_for(input_.checkpoint.store)
+                input_.verifier.complete(workers)
+        docs = {info.key: self._doc(info) for info in self.infos}
+        verifier = self.inputs[0].verifier
+        if verifier is None:
+            return docs, VerifiedDoc(default=False)
+        return docs, verifier.described(self.infos, self._bare.union(self.plan.referenced))
+
+    def _doc(self, info: TensorInfo) -> TensorDoc:
+        if (referenced := self.plan.referenced.get(info.key)) is not None:
+            return referenced
+        base = self.plan.bases.get(info.key)
+        return TensorDoc(
+            *(info.name, info.state, info.dtype if base is None else base.dtype, info.shape),
+            itemsize=None if base is None else base.itemsize,
+            fingerprint=text_of(self._sums[info.key]),
+            codec=TILES,
+            base=None if base is None else base.base,
+        )
+
+    def put_sidecar(self) -> tuple[SidecarDoc | None, tuple[str, ...]]:
+        """Write the sidecar with the places of the tiles; there is none if no tensor is stored.
+
+        Call it when all tasks are finished.
+        """
+        if not self.plan.stored:
+            return None, ()
+        row = {info.key: n for n, info in enumerate(self.infos)}
+        columns = tiled_columns(
+            (row[placed.info.key], file, placed.offset, placed.box, placed.tiling)
+            for file, boxes in enumerate(self.files)
+            for placed in boxes
+        )
+        data = encode_columns(columns, list(map(self.key, range(self.count))))
+        table = TensorTable.of(map(self._doc, self.infos))
+        sidecar, requires = put_sidecar(self.store, f"data/{self.attempt}", data, table)
+        patches = (PATCHES,) if any(i.key in self.plan.bases for i in self.plan.stored) else ()
+        return sidecar, (*requires, CODECS, *patches)
+
+
+def _read(input_: Input, tiles: Sequence[_Tile]) -> tuple[list[NDArray[np.uint8]], bool]:
+    """The bytes of tiles, and whether checksums cover all of them."""
+    memories = [np.empty(tile.nbytes, np.uint8) for tile in tiles]
+    pieces: dict[Key, tuple[TensorInfo, list[tuple[int, Piece]]]] = {}
+    for number, tile in enumerate(tiles):
+        piece = Piece(tile.box, 0, row_major(tile.box.shape))
+        pieces.setdefault(tile.info.key, (tile.info, []))[1].append((number, piece))
+    wanted = []
+    for info, of_tensor in pieces.values():
+        around = bounding_box(piece.box for _, piece in of_tensor)
+        assert around is not None  # noqa: S101 - no tile is empty
+        wanted.append((input_.within(info, around), of_tensor))
+    return memories, input_.read(wanted, memories, threads=1)
