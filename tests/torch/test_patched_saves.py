@@ -93,6 +93,10 @@ def test_a_chain_is_read_by_everything(form: Any, tmp_path: Path) -> None:
     assert discard(str(tmp_path / "3"))
     assert not discard(str(tmp_path / "2"))
     assert discard(str(tmp_path / "copy"))
+    (tmp_path / "1").rename(tmp_path / "elsewhere")  # the base of 2
+    problems = ucformat.verify(tmp_path / "2").problems
+    assert [p.name for p in problems if p.name == "w"] == ["w"]  # of four tiles
+    (tmp_path / "elsewhere").rename(tmp_path / "1")
     assert discard(str(tmp_path / "2"))
 
 

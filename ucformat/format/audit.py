@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ucformat.errors import (
     ChecksumError,
     IntegrityError,
+    MissingData,
     NotFound,
     PermissionDenied,
     UcformatError,
@@ -336,7 +337,8 @@ def block_problems(
             )
             reason = error.message.removeprefix(f"{key}: ")  # which a problem begins with, too
             problems.append(Problem(file, reason, *key, kind=kind))
-            if ENCODED in file and not has_image(store, file):
+            # each tile would say the same, of the file or of a base that is not there
+            if ENCODED in file and (isinstance(error, MissingData) or not has_image(store, file)):
                 unreadable.add(file)
     return [replace(p, file=stored_key(p.file)) for p in problems]
 
