@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from functools import cached_property
 from itertools import islice
 from os import PathLike
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from ucformat.reading.lazy import Tensor
     from ucformat.reading.plan import Verify
     from ucformat.reading.rank import Bound, ReadPlan
-    from ucformat.reading.readable import CheckpointMetadata, Readable
+    from ucformat.reading.readable import CheckpointMetadata, Loss, Readable
     from ucformat.schema.manifest import Manifest
     from ucformat.sources.base import OpenSource
     from ucformat.sources.configuration import TrainingInfo
@@ -304,6 +305,21 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if wrong := {k: why for k, why in wrong.items() if matches is None or matches(k.name)}:
             raise unreadable_error(wrong, self.url)
 
+    @property
+    def lossy(self) -> Mapping[Key, Loss]:
+        """Tensors that were encoded with loss, with the name of the encoding and the largest errors."""
+        return MappingProxyType(dict(self.metadata.lossy))
+
+    def with_lossy(self) -> Checkpoint:
+        """The same checkpoint, of which tensors that were encoded with loss can be read, too."""
+        if not self.metadata.lossy:
+            return self
+        source: Any = copy(self.source)
+        source.metadata = self.metadata.replace(lossy_allowed=True)
+        allowed = Checkpoint(source)
+        allowed.opened, allowed.roots = self.opened, self.roots
+        return allowed
+
     @cached_property
     def dropped(self) -> Mapping[str, Dropped]:
         """The states of which `thin` dropped tensors: how many, their bytes, when and why."""
@@ -559,7 +575,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
             raise UsageError(
                 f"{self.url} cannot be opened in another process", hint="open it by its path or url"
             )
-        return _open_again, self.recipe
+        return _open_again, (*self.recipe, self.metadata.lossy_allowed)
 
     def __repr__(self) -> str:
         total = sum(i.nbytes for i in self._infos.values())
@@ -571,13 +587,14 @@ def _open_again(
     options: Mapping[str, Any],
     roots: tuple[str, ...],
     views: list[list[dict[str, Any]]],
+    lossy: bool,  # noqa: FBT001 - as pickled
 ) -> Checkpoint:
     """Open a checkpoint by its recipe."""
     checkpoint = open_checkpoint(place, roots=lambda: (*roots, *allowed_roots()), options=options)
     checkpoint.opened, checkpoint.roots = (place, options), roots
     for steps in views:
         checkpoint = checkpoint.view(steps)
-    return checkpoint
+    return checkpoint.with_lossy() if lossy else checkpoint
 
 
 def _view(source: Readable) -> Viewed | None:

@@ -41,6 +41,7 @@ def open_reference(
     roots: str | PathLike[str] | Iterable[str | PathLike[str]] = (),
     options: Mapping[str, Any] | None = None,
     signed_by: str | PathLike[str] | Iterable[str | PathLike[str]] | None = None,
+    lossy: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
@@ -57,6 +58,8 @@ def open_reference(
         signed_by: open only a universal checkpoint whose manifest has a signature by one of these:
             PEM files of public keys or certificates, `sigstore:ISSUER,IDENTITY`, or `trusted` for
             the signers in the settings (default: signatures are not looked for).
+        lossy: allow to read tensors that were encoded with loss (`Checkpoint.lossy`; default: that
+            is an error).
 
     Raises:
         UnsafeError: it is not signed as `signed_by` demands.
@@ -69,6 +72,8 @@ def open_reference(
         from ucformat.signatures import check_signed
 
         check_signed(checkpoint, signed_by)
+    if lossy:
+        checkpoint = checkpoint.with_lossy()
     return checkpoint if view is None else checkpoint.view(view)
 
 

@@ -47,7 +47,7 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     found = object_of(run("show", committed, "--json").stdout)
     assert list(found) == [
         "url", "kind", "id", "step", "engine", "layout", "parameters", "dtypes", "whole", "outdated", "states", "total",
-        "dropped", "unreadable", "aliases", "groups", "objects", "per_rank", "assets", "unread", "missing",
+        "dropped", "lossy", "unreadable", "aliases", "groups", "objects", "per_rank", "assets", "unread", "missing",
         "zarr_url", "hf_url", "packed", "encoded", "bases", "unprotected", "catalog",
     ]  # fmt: skip
     assert found["kind"] == "ucformat"
@@ -326,3 +326,25 @@ def test_it_tells_codecs_and_how_large_the_files_are(run: Run, tmp_path: Path) -
     found = object_of(run("show", tmp_path / "ck", "--json").stdout)["encoded"]
     assert found == {"codecs": ["blosc"], "bytes": 120_000, "stored": stored}
     assert "  codec     blosc: 117.2 KiB in files of " in run("show", tmp_path / "ck").stdout
+
+
+def test_it_says_what_was_encoded_with_loss(run: Run, tmp_path: Path) -> None:
+    import torch
+
+    from ucformat.torch import save
+
+    moments = {"w": {"exp_avg": torch.randn(1000)}}
+    optimizer = {"state": moments, "param_groups": [{"params": ["w"]}]}
+    place = tmp_path / "ck"
+    save({"optimizer": optimizer}, place, encode={"exp_avg": "adaptive:2"})
+    (found,) = object_of(run("show", place, "--json").stdout)["lossy"]
+    assert (found["state"], found["encoding"], found["tensors"]) == ("exp_avg", "adaptive-3bit", 1)
+    assert 0.1 < found["absolute"] < 3
+    said = run("show", place).stdout
+    assert f"exp_avg (1 tensor), by adaptive-3bit: off by up to {found['absolute']:.3g}" in said
+    get = ("get", place, "w", "--state", "exp_avg", "0:3")
+    assert "--lossy" in run(*get, code=6).stderr
+    assert run(*get, "--lossy").stdout
+    export = ("export", "npz", place, tmp_path / "a.npz", "--state", "exp_avg")
+    assert "--lossy" in run(*export, code=6).stderr
+    run(*export, "--lossy")

@@ -67,6 +67,9 @@ class Tiles:
     def describe_base(self, number: int) -> str:
         return f"this and its base {number}"
 
+    def lossy_dtype(self, key: Key) -> np.dtype[np.float32]:
+        return np.dtype(np.float32)
+
 
 def opened(store: Store, file: str) -> TileIndex:
     return read_index(store, file, Tiles())

@@ -20,12 +20,14 @@ from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.saving import shards
 from ucformat.torch.saving.agree import join, merge_summaries
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.shards import plan_shards
 from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement, WriteItem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ucformat.torch.saving.options import Form
     from ucformat.torch.saving.shards import GlobalPlan, ShardBatch, Transfer
     from ucformat.torch.saving.statement import Fragment
 
@@ -85,7 +87,7 @@ def worlds(draw: st.DrawFn) -> Claims:
     return items
 
 
-def agreed(items: Claims, form: str = "packed") -> tuple[list[Statement], GlobalPlan]:
+def agreed(items: Claims, form: Form = "packed") -> tuple[list[Statement], GlobalPlan]:
     """What ranks that know no distributions state, and the plan that follows."""
     statements = [
         Statement(rank, mine, [None] * len(mine), StatedFacts({}, {}))
@@ -93,7 +95,9 @@ def agreed(items: Claims, form: str = "packed") -> tuple[list[Statement], Global
     ]
     summaries = [s.summary("", None, (b"", Exceptions())) for s in statements]
     encoded = {d: data for s in statements for d, data in s.encoded.items()}
-    return statements, join(functools.reduce(merge_summaries, summaries), encoded, form)
+    return statements, join(
+        functools.reduce(merge_summaries, summaries), encoded, SaveOptions("", form)
+    )
 
 
 def shards_of(

@@ -20,6 +20,7 @@ from ucformat.geometry.distribution import Cut, Distribution, RankMesh
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.torch.saving import shards
 from ucformat.torch.saving.agree import join, merge_summaries
+from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.shards import plan_shards
 from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement, WriteItem
 
@@ -85,7 +86,7 @@ def worlds(draw: st.DrawFn) -> list[Statement]:
 def exceptions_of(statements: Sequence[Statement]) -> Exceptions:
     summaries = [s.summary("", None, (b"", Exceptions())) for s in statements]
     encoded = {d: data for s in statements for d, data in s.encoded.items()}
-    return join(functools.reduce(merge_summaries, summaries), encoded, "zarr").exceptions
+    return join(functools.reduce(merge_summaries, summaries), encoded, SaveOptions("")).exceptions
 
 
 def planned(

@@ -59,10 +59,15 @@ TOLD: list[tuple[Any, Any]] = [
         Description,
     ),
     (
-        Exceptions("small", (INFO.key,), {}, {b"d": (1,)}, {}, (ListedTensor(INFO, (BOX,), (3,)),)),
+        Exceptions(
+            "small", (INFO.key,), {}, {b"d": (1,)}, {}, (ListedTensor(INFO, (BOX,), (3,)),), ("s",)
+        ),
         Exceptions | None,
     ),
-    (SaveOptions("s3://x", "zarr", True, "first", None, 7), SaveOptions),
+    (
+        SaveOptions("s3://x", "zarr", True, "first", None, 7, encode={"s": "adaptive:3"}),
+        SaveOptions,
+    ),
     (LISTING, StateInfo),
     (
         SaveMetadata(

@@ -18,13 +18,14 @@ from ucformat.errors import IntegrityError, UnsupportedError, UsageError
 from ucformat.format.encoding import Encoding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.storage.base import Bytes
 
     Floats = NDArray[np.float32]
+    Limits = NDArray[np.float64]
 
 __all__ = [
     "WIDTHS",
@@ -43,11 +44,23 @@ _AT_ONCE = 1 << 16  # elements that are computed at once, about: they stay in th
 
 
 class Quantized(NamedTuple):
-    """A payload, and the largest errors of the elements that it decodes to."""
+    """A payload, what it decodes to, and the largest errors of that."""
 
+    encoding: Encoding
     payload: bytes
+    decoded: NDArray[Any]
     absolute: float
     relative: float  # to the element; of those that are not zero
+
+    @property
+    def octets(self) -> NDArray[np.uint8]:
+        """The bytes of what it decodes to."""
+        return self.decoded.reshape(-1).view(np.uint8)
+
+    def is_exact(self, elements: NDArray[Any]) -> bool:
+        """Whether it decodes to the very bits of the elements."""
+        bits = f"u{elements.itemsize}"
+        return bool((self.decoded.view(bits) == elements.view(bits)).all())
 
 
 def quantize_int8(elements: NDArray[Any]) -> Quantized:
@@ -66,19 +79,20 @@ def quantize_int8(elements: NDArray[Any]) -> Quantized:
     with np.errstate(invalid="ignore"):  # what is no number is refused below
         signed = bool((elements < 0).any())
     _, bounds, table = _codes(signed=signed)
-    scales, codes = [], []
+    scales, codes, limits = [], [], []
     for blocks in _blocks_of(elements, BLOCK):
         largest = np.abs(blocks).argmax(axis=1, keepdims=True)
         scale = np.take_along_axis(blocks, largest, axis=1)  # has a sign, so the largest is exact
         ratios = blocks / np.where(scale, scale, np.float32(1))
         code = table[ratios.view(np.uint32) >> 16]
         code += ratios > bounds[code]
+        limits.append(np.abs(scale[:, 0]) * (_HALF_GAP if signed else _HALF_GAP / 2))
         scales.append(scale)
         codes.append(code)
     parts = (*scales, *(code.reshape(-1) for code in codes))
     payload = b"".join((_INT8_HEADER.pack(signed), *(part.tobytes() for part in parts)))
-    # the last block was filled up
-    return _with_errors(Encoding.INT8_BLOCKWISE, payload[: _int8_size(elements.size)], elements)
+    payload = payload[: _int8_size(elements.size)]  # the last block was filled up
+    return _with_errors(Encoding.INT8_BLOCKWISE, payload, elements, BLOCK, limits)
 
 
 def quantize_adaptive(elements: NDArray[Any], width: int, block: int) -> Quantized:
@@ -103,15 +117,18 @@ def quantize_adaptive(elements: NDArray[Any], width: int, block: int) -> Quantiz
         )
     levels = np.float32((1 << width) - 1)
     block = max(1, min(block, elements.size))
-    bounds, codes = [], []
+    bounds, codes, limits = [], [], []
+    part = np.float64(0.5) / levels + (_STEPS * _PART if width < 8 else 0)
     for blocks in _blocks_of(elements, block):
+        extent = blocks.max(axis=1).astype(np.float64) - blocks.min(axis=1)
+        limits.append(extent * part + np.abs(blocks).max(axis=1) * _ROUNDING)
         low, step = _range(blocks, levels, searched=width < 8)
         bounds.append(np.concatenate((low, step), axis=1))
         codes.append(_nearest(blocks, low, step, levels).astype(np.uint8).reshape(-1))
     packed = _packed(np.concatenate(codes)[: elements.size], width) if codes else b""
     header = _ADAPTIVE_HEADER.pack(width, block)
     payload = b"".join((header, *(part.tobytes() for part in bounds), packed))
-    return _with_errors(Encoding.ADAPTIVE, payload, elements)
+    return _with_errors(Encoding.ADAPTIVE, payload, elements, block, limits)
 
 
 def width_for_restores(restores: int) -> int:
@@ -144,6 +161,8 @@ def dequantize(encoding: int, payload: Bytes, out: NDArray[Any], where: str = "t
 # blocks of 256, by dynamic codes: a header, a scale for each block, a code for each element
 
 _INT8_HEADER = struct.Struct("<I")  # 1 where codes have a sign, else 0
+#: Half of the longest distance between two codes with a sign, for float32 arithmetic.
+_HALF_GAP = 0.9 / 64 / 2 * (1 + 1e-6)
 
 
 @cache
@@ -193,6 +212,8 @@ def _from_int8(payload: memoryview, out: NDArray[Any], where: str) -> None:
 _ADAPTIVE_HEADER = struct.Struct("<II")  # bits of a code, elements of a block
 #: The search goes through so many steps of a part of the range; further on nothing was gained.
 _STEPS, _PART = 16, np.float32(1 / 40)
+#: By what arithmetic may be off, of the largest number of a block.
+_ROUNDING = 4 * np.finfo(np.float32).eps
 
 
 def _range(blocks: Floats, levels: np.float32, *, searched: bool) -> tuple[Floats, Floats]:
@@ -331,21 +352,45 @@ def _decode_blocks(
         flat[whole * block :] = last.reshape(-1)
 
 
-def _with_errors(encoding: Encoding, payload: bytes, elements: NDArray[Any]) -> Quantized:
-    """Decode it again, since only this says what will be read."""
+def _with_errors(
+    encoding: Encoding,
+    payload: bytes,
+    elements: NDArray[Any],
+    block: int,
+    limits: Sequence[Limits],
+) -> Quantized:
+    """Decode it again, since only this says what will be read.
+
+    Args:
+        limits: the error that the encoding promises for each block, before decoded elements are rounded to the dtype.
+
+    Raises:
+        IntegrityError: an error is larger: memory or arithmetic of this machine is damaged.
+    """
     flat = elements.reshape(-1)
-    out = np.empty_like(flat)
-    dequantize(encoding, payload, out)
+    decoded = np.empty_like(flat)
+    dequantize(encoding, payload, decoded)
     absolute = relative = 0.0
+    of_block = np.concatenate(limits) if limits else np.empty(0)
+    precision: Any = ml_dtypes.finfo(elements.dtype)  # type: ignore[no-untyped-call]
+    eps, least = float(precision.eps), float(precision.smallest_subnormal)
     for first in range(0, flat.size, _AT_ONCE):
-        exact = flat[first : first + _AT_ONCE].astype(np.float64)
-        wrong = np.abs(out[first : first + _AT_ONCE].astype(np.float64) - exact)
+        exact = np.abs(flat[first : first + _AT_ONCE].astype(np.float64))
+        part = decoded[first : first + _AT_ONCE].astype(np.float64)
+        wrong = np.abs(part - flat[first : first + _AT_ONCE].astype(np.float64))
+        if not np.isfinite(wrong).all():
+            raise _too_far_apart()
+        limit = of_block[np.arange(first, first + wrong.size) // block]
+        if (wrong > limit + (exact + limit) * eps + least).any():
+            raise IntegrityError(
+                f"elements that were encoded with loss ({encoding.name.lower()}) are further off than "
+                "this encoding ever is",
+                hint="the memory of this host is damaged, perhaps: test it; nothing was written",
+            )
         absolute = max(absolute, float(wrong.max()))
         some = exact != 0
-        relative = max(relative, float((wrong[some] / np.abs(exact[some])).max(initial=0)))
-    if not np.isfinite(absolute):
-        raise _too_far_apart()
-    return Quantized(payload, absolute, relative)
+        relative = max(relative, float((wrong[some] / exact[some]).max(initial=0)))
+    return Quantized(encoding, payload, decoded.reshape(elements.shape), absolute, relative)
 
 
 def _too_far_apart() -> UnsupportedError:

@@ -6,13 +6,14 @@ layout. So bases are read as any checkpoint is: planned, verified, and through a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import ReadOptions, read_items
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.schema.tensors import TILES
@@ -91,6 +92,16 @@ class PatchedTiles:
         """What errors name: the checkpoint, and its base."""
         doc = self._bases.docs[number]
         return f"{self._home} and its base {doc.id} ({doc.url})"
+
+    def lossy_dtype(self, key: Key) -> np.dtype[Any]:
+        """The dtype of a tensor whose tiles may be encoded with loss."""
+        doc = self._tensors[self._tensors.row(*key) or 0]
+        if doc.lossy is None:
+            raise IntegrityError(
+                "it is encoded with loss, and the manifest does not say so of its tensor",
+                hint="restore the file, or the manifest, from another copy",
+            )
+        return numpy_dtype(doc.stored_dtype)
 
     def _tensor(self, number: int, key: Key) -> tuple[BaseCheckpoint, TensorInfo]:
         doc = self._tensors[self._tensors.row(*key) or 0]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound
 from ucformat.format.encoded import CHECKSUM_BYTES, Image, find_image
-from ucformat.format.encoding import PATCHES, Encoding, decode_tile, encode_tile
+from ucformat.format.encoding import LOSSY, PATCHES, Encoding, decode_tile, encode_tile
+from ucformat.format.lossy import dequantize
 from ucformat.geometry.tensor import Block
 from ucformat.reading.execute import place_checksum
 from ucformat.schema.limits import MAX_BASES, MAX_SPAN, MAX_TILE_BYTES
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ucformat.format.lossy import Quantized
+    from ucformat.format.lossy_states import Loss
     from ucformat.geometry.box import Box
     from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Extent, Key
@@ -77,12 +80,20 @@ class Tiles(Protocol):
     def describe_base(self, number: int) -> str:
         """The checkpoint and its base, for errors."""
 
+    def lossy_dtype(self, key: Key) -> np.dtype[Any]:
+        """The dtype of a tensor whose tiles may be encoded with loss.
+
+        Raises:
+            IntegrityError: the manifest does not say so of this tensor.
+        """
+
 
 class EncodedTile(NamedTuple):
     """A tile as it is written.
 
     Attributes:
         crc32c: the placed checksum of the plain tile.
+        loss: the largest absolute and relative error of an element, if it is encoded with loss.
     """
 
     nbytes: int
@@ -92,6 +103,7 @@ class EncodedTile(NamedTuple):
     encoding: Encoding
     payload: Bytes
     base: int = NO_BASE
+    loss: Loss | None = None
 
 
 class TileIndexWriter:
@@ -157,6 +169,24 @@ def encode(
     return EncodedTile(nbytes, itemsize, crc, fingerprint, encoding, payload, of)
 
 
+def encode_quantized(
+    file: str,
+    start: int,
+    quantized: Quantized,
+    fingerprint: Sums,
+    patched: tuple[Encoding, Bytes] | None = None,
+) -> EncodedTile:
+    """Encode a tile with loss; checksum and `fingerprint` are those of what it decodes to.
+
+    Args:
+        patched: as for `encode`, of what it decodes to.
+    """
+    octets, itemsize = quantized.octets, quantized.decoded.itemsize
+    stored = (quantized.encoding, quantized.payload) if patched is None else patched
+    encoded = encode(file, start, octets.data, itemsize, fingerprint, "raw", stored)
+    return encoded._replace(loss=(quantized.absolute, quantized.relative))
+
+
 @dataclass(frozen=True, eq=False)
 class TileIndex(Image):
     """The tiles of an encoded packed file."""
@@ -172,8 +202,12 @@ class TileIndex(Image):
         try:
             if stored:
                 _check(checksum(payload, self._place(number)), stored)
-            decode_tile(int(entry["encoding"]), payload, out, int(entry["itemsize"]), where="it")
-            if int(entry["encoding"]) in PATCHES:
+            encoding = int(entry["encoding"])
+            if encoding in LOSSY:
+                self._dequantize(number, payload, out)
+            else:
+                decode_tile(encoding, payload, out, int(entry["itemsize"]), where="it")
+            if encoding in PATCHES:
                 self._check_patched(number, out)
         except IntegrityError as error:
             raise self._named(number, error) from error
@@ -207,11 +241,23 @@ class TileIndex(Image):
         """See Image."""
         return int(self.entries[number]["encoding"]) == Encoding.RAW
 
+    def _dequantize(self, number: int, payload: memoryview, out: memoryview) -> None:
+        """Decode a tile that is encoded with loss, and check that arithmetic gives the same here as for its writer."""
+        key, _ = self._tiles.locate(self.file, int(self.starts[number]))
+        elements = np.frombuffer(out, self._tiles.lossy_dtype(key))
+        dequantize(int(self.entries[number]["encoding"]), payload, elements, "it")
+        if not self._has_checksum(number, out):
+            raise ChecksumError("it decodes to other elements than those that were recorded")
+
+    def _has_checksum(self, number: int, out: memoryview) -> bool:
+        """Whether the bytes of a tile are those of which the index has the checksum."""
+        entry = self.entries[number]
+        return checksum(out, place_checksum(self.file, int(entry["start"]))) == int(entry["crc32c"])
+
     def _check_patched(self, number: int, out: memoryview) -> None:
         """Check what a patch has made of the bytes of a base: others would make other bytes."""
         entry = self.entries[number]
-        place = place_checksum(self.file, int(entry["start"]))
-        if checksum(out, place) != int(entry["crc32c"]):
+        if not self._has_checksum(number, out):
             raise ChecksumError(
                 "with the bytes of the base it has other bytes than were saved, so "
                 f"{self._tiles.describe_base(int(entry['base']))} do not belong together"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from ucformat.reading.readable import (
     GroupPlace,
     LazyMapping,
     LazySequence,
+    Loss,
     path_from_json,
     path_to_json,
 )
@@ -171,6 +173,10 @@ class Universal:
             fingerprints=(
                 ValueByKey(table, table.fingerprint.__getitem__) if table.fingerprint else {}
             ),
+            lossy={
+                Key(doc.name, doc.state): Loss(str(doc.lossy), *(doc.bound or (0.0, 0.0)))
+                for doc in map(table.__getitem__, map(int, table.bound))
+            },
         )
         self._sidecar: Sidecar | None = None
         self._missing: dict[str, int] = {}
@@ -386,7 +392,20 @@ def describe(
         layout=dict(metadata.layout),
         groups=group_docs(metadata),
         aliases=dict(metadata.aliases),
-        tensors=TensorTable.of(tensors),
+        tensors=TensorTable.of(marked(tensors, metadata)),
+    )
+
+
+def marked(docs: Iterable[TensorDoc], metadata: CheckpointMetadata) -> tuple[TensorDoc, ...]:
+    """Tensors of a checkpoint, or as they are written anew, with the marks of those that are lossy there."""
+    if not metadata.lossy:
+        return tuple(docs)
+    lossy = metadata.lossy
+    return tuple(
+        doc
+        if (loss := lossy.get(Key(doc.name, doc.state))) is None
+        else replace(doc, lossy=loss.encoding, bound=(loss.absolute, loss.relative))
+        for doc in docs
     )
 
 

@@ -27,7 +27,7 @@ from ucformat.format.arrays import grid_doc, put_array, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.digest import check_values
 from ucformat.format.objects import copy_per_rank, put_objects
-from ucformat.format.universal import Universal, group_docs, paths_of
+from ucformat.format.universal import Universal, group_docs, marked, paths_of
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.compare import spread_of
 from ucformat.jobs.finished import discard_finished
@@ -401,6 +401,7 @@ def write(
     by_key = {Key(doc.name, doc.state): doc for doc in arrays}
     docs = tuple(by_key.get(i.key) or docs_in_files[i.key] for i in infos)
     docs = references.among(docs, job.source.tensors, ordered=sidecar is None)
+    docs = marked(docs, job.source.metadata)
     if references.tensors:
         verified = joined([(infos, verified), (references.infos, VerifiedDoc(default=False))])
     manifest = references.added_to(put_others(job.source, store, attempt, docs, folder), attempt)

@@ -35,7 +35,7 @@ from ucformat.jobs.opening import recordable
 from ucformat.jobs.record import lineage_from, with_catalog
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.where import HERE, JobArguments, Where, run_job
-from ucformat.reading.readable import PART_OF
+from ucformat.reading.readable import PART_OF, check_exact
 from ucformat.references import open_reference
 from ucformat.schema import CASTABLE, NUMBERS
 from ucformat.storage.url import as_strings, open_store
@@ -228,6 +228,7 @@ def _prepared(
     exporter = EXPORTERS[kind](**options)
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     infos = _chosen(source, None if states is None else as_strings(states), exporter)
+    check_exact(source.metadata, (info.key for info in infos), source.url)
     if cast is not None:
         narrowed = _cast_steps(infos, source.aliases, cast)
         keys = [info.key for info in infos]

@@ -23,7 +23,7 @@ from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import encode
 from ucformat.format.structure import MOUNT, find_manifest
 from ucformat.format.thinned import THIN, DroppedDoc, ThinDoc, amounts, dropped_states
-from ucformat.format.universal import Universal
+from ucformat.format.universal import Universal, marked
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.convert import put_others, write
 from ucformat.jobs.dependents import need, unprotected
@@ -328,12 +328,15 @@ def _write_virtual(
     need(placed.homes, str(attempt.keeps), store.url, unprotected=bool(unprotected(source)))
     registered = {doc.path: doc for doc in sidecar.sources}
     sources = [registered[k].model_copy(update={"path": new}) for k, new in placed.files.items()]
-    docs = tuple(
-        TensorDoc(
-            *(i.name, i.state, i.dtype, i.shape),
-            fingerprint=source.metadata.fingerprints.get(i.key),
-        )
-        for i in placed.infos
+    docs = marked(
+        (
+            TensorDoc(
+                *(i.name, i.state, i.dtype, i.shape),
+                fingerprint=source.metadata.fingerprints.get(i.key),
+            )
+            for i in placed.infos
+        ),
+        source.metadata,
     )
     put = put_sidecar(
         store,

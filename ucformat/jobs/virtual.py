@@ -14,6 +14,7 @@ from ucformat.format.digest import file_digest
 from ucformat.format.extents import put_sidecar
 from ucformat.format.mounted import mounted_key
 from ucformat.format.sidecar import encode
+from ucformat.format.universal import marked
 from ucformat.geometry.box import row_major
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.fingerprint import NO_ELEMENTS, text_of, total
@@ -137,10 +138,11 @@ def put_virtual(
     if (watching := find_watched(source.store)) is not None:
         for file in placed.files:  # reading many files checks only their sizes
             watching.note(file)
-    tensors = TensorTable.of(
+    docs = (
         TensorDoc(i.name, i.state, i.dtype, i.shape, fingerprint=fingerprints.get(i.key))
         for i in placed.infos
     )
+    tensors = TensorTable.of(marked(docs, source.metadata))
     data = encode(placed.extents)
     put = put_sidecar(store, attempt.folder("data"), data, tensors, placed.roots, sources)
     return *put, tuple(tensors)

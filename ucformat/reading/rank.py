@@ -14,7 +14,7 @@ from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import check_out, memory_of, read_planned
 from ucformat.reading.plan import ReadItem, make_plan
-from ucformat.reading.readable import TRACKERS
+from ucformat.reading.readable import TRACKERS, check_exact
 from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.wrappers import check_unchanged
 
@@ -241,7 +241,14 @@ def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> Read
 
 
 def item_for(source: Readable, info: TensorInfo, pieces: Sequence[tuple[int, Piece]]) -> ReadItem:
-    """The read item for pieces of a tensor, with the extents that they need."""
+    """The read item for pieces of a tensor, with the extents that they need.
+
+    All that users read passes here.
+
+    Raises:
+        UnsupportedError: the tensor was encoded with loss, and the caller has not allowed that.
+    """
+    check_exact(source.metadata, (info.key,), source.store.url)
     near = bounding_box(piece.box for _, piece in pieces)
     # Not `isinstance`, which takes longer for a protocol than finding the extents.
     find = cast("HasFileRuns", source).file_runs if hasattr(source, "file_runs") else source.extents

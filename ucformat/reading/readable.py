@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, overload
 
 from ucformat.errors import UnsupportedError
 
@@ -148,6 +148,20 @@ class GroupPlace:
     flattened: bool = False
 
 
+class Loss(NamedTuple):
+    """What an encoding has changed of a tensor since the program had it.
+
+    Attributes:
+        encoding: its name.
+        absolute: the largest absolute error of an element.
+        relative: the largest error relative to the element, of those that were not zero.
+    """
+
+    encoding: str
+    absolute: float
+    relative: float
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointMetadata:
     """The metadata of a checkpoint; all but tensor list, paths and means consists of plain JSON values."""
@@ -176,6 +190,8 @@ class CheckpointMetadata:
     #: tensor list.
     unreadable: Mapping[Key, str] = field(default_factory=dict)
     fingerprints: Mapping[Key, str | None] = field(default_factory=dict)  # that are recorded
+    lossy: Mapping[Key, Loss] = field(default_factory=dict)  # tensors that an encoding has changed
+    lossy_allowed: bool = False  # whether the caller wants to read these
     # files that the program writes with those that are there; without them it is usable
     missing: tuple[str, ...] = ()
 
@@ -187,6 +203,35 @@ class CheckpointMetadata:
     def replace(self, **changes: Any) -> CheckpointMetadata:
         """A copy with some fields replaced."""
         return replace(self, **changes)
+
+
+def check_exact(metadata: CheckpointMetadata, keys: Iterable[Key], place: str = "") -> None:
+    """Check that tensors are as they were saved, unless the caller wants to read others.
+
+    Args:
+        place: where the checkpoint is, for the message.
+
+    Raises:
+        UnsupportedError: some were encoded with loss.
+    """
+    if not metadata.lossy or metadata.lossy_allowed:
+        return
+    worst: dict[tuple[str, str], float] = {}
+    for key in keys:
+        if (loss := metadata.lossy.get(key)) is not None:
+            of_state = (key.state, loss.encoding)
+            worst[of_state] = max(worst.get(of_state, 0.0), loss.absolute)
+    if worst:
+        states = ", ".join(
+            f"{state} ({encoding}, off by up to {absolute:.3g})"
+            for (state, encoding), absolute in worst.items()
+        )
+        raise UnsupportedError(
+            f"{place}{': ' if place else ''}these states were encoded with loss, and are not what was "
+            f"saved: {states}",
+            hint="if that is close enough: lossy=True (in load, Manager.restore_latest or "
+            "ucformat.open; --lossy)",
+        )
 
 
 def unreadable_error(tensors: Mapping[Key, str], url: str) -> UnsupportedError:

@@ -33,6 +33,7 @@ def open_run(
     leave_out: int | str | Iterable[int | str] = (),
     roots: str | PathLike[str] | Iterable[str | PathLike[str]] = (),
     options: Mapping[str, Any] | None = None,
+    lossy: bool = False,
 ) -> Run:
     """Open the checkpoints of a training run as one array for each tensor, along their steps.
 
@@ -49,6 +50,7 @@ def open_run(
             damaged ones, or those of unknown steps.
         roots: as in `ucformat.open`.
         options: facts that the files of foreign checkpoints lack, as in `ucformat.open`.
+        lossy: allow to read tensors that were encoded with loss (default: that is an error).
 
     Raises:
         NotFound: there is no such run, or it has no checkpoints.
@@ -58,7 +60,12 @@ def open_run(
     """
     at = as_strings(roots)
     chosen = choose_members(place, head, leave_out, at, options)
-    opened = _OpenedMembers(lambda members: open_members(members, at, options))
+
+    def opened_members(members: Sequence[Member]) -> list[Checkpoint]:
+        checkpoints = open_members(members, at, options)
+        return [ck.with_lossy() for ck in checkpoints] if lossy else checkpoints
+
+    opened = _OpenedMembers(opened_members)
     return Run(chosen.place, chosen.members, chosen.left_out, opened)
 
 

@@ -21,8 +21,8 @@ FORMAT_MINOR = 0
 
 #: What `requires` may name: forms in which tensors are stored that are not plain arrays.
 PACKED, EXTENTS, VIRTUAL = "packed", "extents", "virtual"
-CODECS, PATCHES, BASES = "codecs", "patches", "bases"
-FEATURES = frozenset({PACKED, EXTENTS, VIRTUAL, CODECS, PATCHES, BASES})
+CODECS, PATCHES, BASES, LOSSY = "codecs", "patches", "bases", "lossy"
+FEATURES = frozenset({PACKED, EXTENTS, VIRTUAL, CODECS, PATCHES, BASES, LOSSY})
 
 #: The name of the document, in the checkpoint's folder.
 MANIFEST = "manifest.json"
@@ -43,6 +43,7 @@ def used_features(tensors: TensorTable, bases: Sequence[BaseDoc] = ()) -> list[s
         BASES: bool(bases),
         CODECS: bool(encoded),
         PATCHES: any(kind.base is not None for kind in encoded),
+        LOSSY: any(kind.lossy is not None for kind in tensors.kinds),
     }
     return [feature for feature, is_used in used.items() if is_used]
 

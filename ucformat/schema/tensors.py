@@ -22,6 +22,7 @@ from pydantic_core import to_json
 
 from ucformat.schema import FINGERPRINT, ITEMSIZE
 from ucformat.schema.limits import MAX_BASES, MAX_INTEGER, MAX_TEXT
+from ucformat.schema.values import Finite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ _Part = Annotated[
     str | Annotated[int, Field(strict=True)] | tuple[str, str], Field(union_mode="left_to_right")
 ]
 _Template = tuple[_Part, ...]
+_Error = Annotated[Finite, Field(ge=0)]
 
 if TYPE_CHECKING:
     _Column = Sequence[int]
@@ -130,7 +132,8 @@ class TensorDoc(_Stored):
     """One tensor in one state: a Zarr array if it has a `path`, that of another checkpoint if `is_referenced`.
 
     Of any other the sidecar lists or describes the extents. `at` are its paths in the state of the
-    program that saved: several of tied names.
+    program that saved: several of tied names. `bound` are the largest absolute and relative
+    error that the encoding `lossy` has made.
     """
 
     name: str
@@ -146,6 +149,8 @@ class TensorDoc(_Stored):
     fingerprint: str | None = None
     codec: str | None = None
     base: int | None = None
+    lossy: str | None = None
+    bound: tuple[float, float] | None = None
 
 
 class KindDoc(_Stored, BaseModel):
@@ -161,6 +166,8 @@ class KindDoc(_Stored, BaseModel):
         codec: how chunks or tiles are encoded, one of `CODECS`; None if they are raw.
         base: the number, among the `bases` of the manifest, of the checkpoint of which tiles are patches,
             or, without a codec, of which these tensors are.
+        lossy: the encoding with loss that has changed the elements since the program had them, however they
+            are stored now.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -175,6 +182,7 @@ class KindDoc(_Stored, BaseModel):
     itemsize: Literal[1, 2, 4, 8, 16] | None = None
     codec: Text | None = None
     base: Annotated[int, Field(ge=0, lt=MAX_BASES)] | None = None
+    lossy: Text | None = None
 
     @model_validator(mode="after")
     def _check_itemsize(self) -> Self:
@@ -210,6 +218,7 @@ class TensorTable(BaseModel):
     fingerprint: list[Fingerprint | None] = []
     path: dict[_Row, Folder] = {}
     at: dict[_Row, tuple[StatePath, ...]] = {}
+    bound: dict[_Row, tuple[_Error, _Error]] = {}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -229,6 +238,11 @@ class TensorTable(BaseModel):
             raise ValueError("a path is that of no tensor")
         if any(self.kinds[self.kind[int(row)]].path is None for row in self.path):
             raise ValueError("a tensor that is no array has a folder")
+        lossy = sum(self.by_kind(lambda kind: kind.lossy is not None))
+        if len(self.bound) != lossy or any(
+            int(row) >= rows or self.kinds[self.kind[int(row)]].lossy is None for row in self.bound
+        ):
+            raise ValueError("a lossy tensor has no bound, or one that is not lossy has one")
         return self
 
     @classmethod
@@ -236,7 +250,7 @@ class TensorTable(BaseModel):
         """The table of tensors."""
         names: dict[str, int] = {}
         kinds: dict[tuple[Any, ...], int] = {}
-        name, kind, paths, at = array("i"), array("i"), {}, {}
+        name, kind, paths, at, bounds = array("i"), array("i"), {}, {}, {}
         digests: list[str | None] = []
         fingerprints: list[str | None] = []
         for t in tensors:
@@ -253,17 +267,19 @@ class TensorTable(BaseModel):
                 template == path for template, path in zip(templates, t.at, strict=True)
             ):
                 at[str(len(name))], templates = t.at, ()
+            if t.bound is not None:
+                bounds[str(len(name))] = t.bound
             name.append(names.setdefault(t.name, len(names)))
             key = (
                 *(t.state, t.dtype, t.shape, t.chunk, t.shard, folder, templates),
-                *(t.itemsize, t.codec, t.base),
+                *(t.itemsize, t.codec, t.base, t.lossy),
             )
             kind.append(kinds.setdefault(key, len(kinds)))
             digests.append(t.digest)
             fingerprints.append(t.fingerprint)
         fields = (
             *("state", "dtype", "shape", "chunk", "shard", "path", "at"),
-            *("itemsize", "codec", "base"),
+            *("itemsize", "codec", "base", "lossy"),
         )
         return cls(
             names=list(names),
@@ -274,6 +290,7 @@ class TensorTable(BaseModel):
             fingerprint=fingerprints if any(fingerprints) else [],
             path=paths,
             at=at,
+            bound=bounds,
         )
 
     def __len__(self) -> int:
@@ -292,6 +309,8 @@ class TensorTable(BaseModel):
             fingerprint=self.fingerprint[row] if self.fingerprint else None,
             codec=kind.codec,
             base=kind.base,
+            lossy=kind.lossy,
+            bound=self.bound.get(str(row)) if self.bound else None,
         )
 
     def __iter__(self) -> Iterator[TensorDoc]:  # type: ignore[override]
@@ -422,6 +441,7 @@ class TensorTable(BaseModel):
             "fingerprint": self.fingerprint,
             "path": self.path,
             "at": self.at,
+            "bound": self.bound,
         }
         members += [
             b'"%s": %s' % (label.encode(), to_json(column))

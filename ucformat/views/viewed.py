@@ -17,7 +17,7 @@ from ucformat.geometry.tensor import Extent, Key, Piece, TensorInfo, TensorList,
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import ReadOptions, read_flat, read_items
 from ucformat.reading.plan import ReadItem, make_plan, merges
-from ucformat.reading.readable import OUTDATED
+from ucformat.reading.readable import OUTDATED, Loss
 from ucformat.schema.view import Select, Take
 from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.wrappers import SyntheticStore, WrappedStore
@@ -333,7 +333,7 @@ class Viewed:
         self.store: Store = (
             ComputedStore(base.store, self._computed) if self._computed else base.store
         )
-        self.metadata = _view_metadata(base.metadata, stored, aliases).replace(
+        self.metadata = _view_metadata(base.metadata, stored, aliases, table.formulas).replace(
             unreadable=left_unreadable(base.metadata.unreadable, self.steps)
         )
 
@@ -421,8 +421,35 @@ class Viewed:
         return iter(())
 
 
+def _lossy(
+    stored: Mapping[str, ViewedTensor],
+    metadata: CheckpointMetadata,
+    formulas: Mapping[Key, Formula],
+) -> dict[Key, Loss]:
+    """What of the tensors of a view was encoded with loss; the bounds are those of their sources."""
+
+    def sources(view: View) -> Iterator[Key]:
+        for key, _ in view.parts:
+            if key in formulas:
+                for part in formulas[key].inputs:
+                    yield from sources(part)
+            else:
+                yield key
+
+    lossy = dict[Key, Loss]()
+    for view in (view for entry in stored.values() for view in entry.states.values()):
+        losses = [metadata.lossy[key] for key in sources(view) if key in metadata.lossy]
+        if losses:
+            _, *bounds = zip(*losses, strict=True)
+            lossy[view.info.key] = Loss(losses[0].encoding, *map(max, bounds))
+    return lossy
+
+
 def _view_metadata(
-    metadata: CheckpointMetadata, stored: dict[str, ViewedTensor], aliases: dict[str, str]
+    metadata: CheckpointMetadata,
+    stored: dict[str, ViewedTensor],
+    aliases: dict[str, str],
+    formulas: Mapping[Key, Formula],
 ) -> CheckpointMetadata:
     """The metadata of the source, with the names after the steps.
 
@@ -451,6 +478,7 @@ def _view_metadata(
         paths={},
         places=(),
         fingerprints={},
+        lossy=_lossy(stored, metadata, formulas) if metadata.lossy else {},
     )
     if any(entry.param != name for name, entry in stored.items()) or aliases != metadata.aliases:
         return viewed

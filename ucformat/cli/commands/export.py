@@ -12,6 +12,7 @@ import click
 from ucformat.cli.program import LazyGroup
 from ucformat.cli.ui.options import (
     CATALOG,
+    LOSSY,
     OPENING,
     SIZE,
     SRC,
@@ -78,8 +79,11 @@ def export_command(kind: str) -> click.Command:
         from ucformat.jobs.cost import estimate_export
         from ucformat.jobs.export import planned_job
 
+        lossy = given.pop("lossy")
         given = {name: value for name, value in given.items() if value not in (None, ())}
         source = opening.open(src)
+        if lossy:
+            source = source.with_lossy()
         if work.dry_run:
             given |= work.arguments("verify")
             given.pop("like", None)  # a plan is not compared
@@ -162,6 +166,7 @@ _COMMON = (
             "there are an error."
         ),
     ),
+    LOSSY,
 )
 _WORK = work_options(
     click.option(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.options import CATALOG, OPENING, SRC, Opening, bundle, command
+from ucformat.cli.ui.options import CATALOG, LOSSY, OPENING, SRC, Opening, bundle, command
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import bytes_text, shape_text
 from ucformat.errors import Conflict, NotFound, UsageError
@@ -35,6 +35,7 @@ class Wanted:
     name: str
     where: str | None = None
     state: str | None = None
+    lossy: bool = False
 
 
 @command
@@ -47,6 +48,7 @@ class Wanted:
     click.option(
         "-s", "--state", metavar="STATE", help="The tensor's state.  [default: weight, else master]"
     ),
+    LOSSY,
 )
 @click.option(
     "-o",
@@ -84,6 +86,8 @@ def get(
     if file is not None:
         check_target(file, force=force)
     ck = opening.open(src)
+    if wanted.lossy:
+        ck = ck.with_lossy()
     tensor = ck[wanted.name] if wanted.state is None else ck[wanted.name, wanted.state]
     shape = _shape(tensor, index)
     if file is None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.cli.ui.output import Output
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.reading.readable import Loss
 
 
 # The part of `ucp show` that comes from the catalog.
@@ -325,6 +326,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
             }
             for state, gone in ck.dropped.items()
         ],
+        "lossy": _lossy(ck),
         "unreadable": [
             {"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()
         ],
@@ -373,6 +375,23 @@ def _encoded(ck: Checkpoint) -> dict[str, Any] | None:
     return {"codecs": codecs, "bytes": stored.plain, "stored": stored.written}
 
 
+def _lossy(ck: Checkpoint) -> list[dict[str, Any]]:
+    """The states of which tensors were encoded with loss: how many tensors, and their largest errors."""
+    states: dict[tuple[str, str], list[Loss]] = {}
+    for key, loss in ck.lossy.items():
+        states.setdefault((key.state, loss.encoding), []).append(loss)
+    return [
+        {
+            "state": state,
+            "encoding": encoding,
+            "tensors": len(losses),
+            "absolute": max(loss.absolute for loss in losses),
+            "relative": max(loss.relative for loss in losses),
+        }
+        for (state, encoding), losses in states.items()
+    ]
+
+
 def _bases(ck: Checkpoint) -> list[dict[str, Any]]:
     """The checkpoints of which tensors are: their ids and places, and how many tensors and bytes; and of patches."""
     if ck.universal is None or ck.viewed:
@@ -406,6 +425,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "states": [],
         "total": {},
         "dropped": None,
+        "lossy": None,
         "unreadable": None,
         "aliases": None,
         "groups": None,
@@ -480,22 +500,7 @@ def _describe(s: Mapping[str, Any], recorded: Recorded | None) -> Iterator[str]:
     for label, text in shown.items():
         if text:
             yield from field(label.replace("_", " "), text, width)
-    if s["packed"]:
-        amount = f"{plural(s['packed']['tensors'], 'tensor')}, {bytes_text(s['packed']['bytes'])}"
-        yield from field(
-            "packed", f"{amount}: no arrays of Zarr; `ucp materialize` makes them", width
-        )
-    for base in s["bases"] or ():
-        amount = f"{plural(base['tensors'], 'tensor')}, {bytes_text(base['bytes'])}"
-        patches = f"; patches of {base['patched']:,} others" if base["patched"] else ""
-        yield from field("base", f"{amount} in {base['url']}, {base['id']}{patches}", width)
-    if s["bases"]:
-        own = s["total"]["bytes"] - sum(base["bytes"] for base in s["bases"])
-        yield from field("own", f"{bytes_text(own)}; `ucp compact` makes it whole", width)
-    if s["encoded"]:
-        sizes = [bytes_text(s["encoded"][k]) for k in ("bytes", "stored")]
-        codecs = ", ".join(s["encoded"]["codecs"])
-        yield from field("codec", f"{codecs}: {sizes[0]} in files of {sizes[1]}", width)
+    yield from _storage(s, width)
     for name in s["outdated"] or ():
         yield from field(
             "outdated", f"{name} has the sizes of the whole model, not of the view", width
@@ -515,6 +520,33 @@ def _describe(s: Mapping[str, Any], recorded: Recorded | None) -> Iterator[str]:
     if beside:
         yield ""
         yield from beside
+
+
+def _storage(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
+    """How tensors are stored, where that is not as arrays."""
+    if s["packed"]:
+        amount = f"{plural(s['packed']['tensors'], 'tensor')}, {bytes_text(s['packed']['bytes'])}"
+        yield from field(
+            "packed", f"{amount}: no arrays of Zarr; `ucp materialize` makes them", width
+        )
+    for base in s["bases"] or ():
+        amount = f"{plural(base['tensors'], 'tensor')}, {bytes_text(base['bytes'])}"
+        patches = f"; patches of {base['patched']:,} others" if base["patched"] else ""
+        yield from field("base", f"{amount} in {base['url']}, {base['id']}{patches}", width)
+    if s["bases"]:
+        own = s["total"]["bytes"] - sum(base["bytes"] for base in s["bases"])
+        yield from field("own", f"{bytes_text(own)}; `ucp compact` makes it whole", width)
+    if s["encoded"]:
+        sizes = [bytes_text(s["encoded"][k]) for k in ("bytes", "stored")]
+        codecs = ", ".join(s["encoded"]["codecs"])
+        yield from field("codec", f"{codecs}: {sizes[0]} in files of {sizes[1]}", width)
+    for lossy in s["lossy"] or ():
+        errors = f"off by up to {lossy['absolute']:.3g}, relatively by {lossy['relative']:.3g}"
+        yield from field(
+            "lossy",
+            f"{lossy['state']} ({plural(lossy['tensors'], 'tensor')}), by {lossy['encoding']}: {errors}",
+            width,
+        )
 
 
 def _states(s: Mapping[str, Any], width: int | None) -> Iterator[str]:

@@ -456,6 +456,10 @@ class Opening:
 
 OPENING = bundle("opening", Opening, VIEW, SOURCE)
 
+LOSSY = click.option(
+    "--lossy", is_flag=True, help="Also read states that were encoded with loss; see `ucp show`."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class RecordedFacts:

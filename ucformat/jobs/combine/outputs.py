@@ -9,6 +9,7 @@ from ucformat.errors import UsageError, first_names
 from ucformat.geometry.placement import compile_match
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.combine.methods import REAL
+from ucformat.reading.readable import check_exact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -112,6 +113,9 @@ def _chosen(ck: Checkpoint, states: Sequence[str] | None) -> dict[Key, TensorInf
     """The tensors by name and state; by default the state is empty, since it may be another one in each input."""
     ck.check_readable(("weight", "master") if states is None else states)
     if states is not None:
+        # though the caller may read them: what is made of them would not tell
+        exact = ck.metadata.replace(lossy_allowed=False)
+        check_exact(exact, (key for key in ck.tensors if key.state in states), ck.url)
         lacking = [s for s in states if not any(key.state == s for key in ck.tensors)]
         if lacking:
             raise UsageError(

@@ -43,6 +43,7 @@ class RestoreArguments(ReadArguments, total=False):
             the state that was saved.
         cast: cast tensors to the dtypes of the state (default: no).
         trust: unpickle opaque objects, which may run code (default: no).
+        lossy: load states that were encoded with loss (`save(encode=)`; default: that is an error).
         certify: after the load compare what the ranks hold then with what is stored, and raise
             `NotCertified` if anything differs (default: no).
         timeout: seconds after which an unresponsive rank is considered dead (default 1800).
@@ -52,6 +53,7 @@ class RestoreArguments(ReadArguments, total=False):
     leave: str | Iterable[str]
     cast: bool
     trust: bool
+    lossy: bool
     certify: bool
     timeout: float
 
@@ -84,6 +86,7 @@ class LoadOptions:
     leave: tuple[str, ...] = ()
     cast: bool = False
     trust: bool = False
+    lossy: bool = False
     certify: bool = False
     broadcast_group: dist.ProcessGroup | None = None
     progress: Callable[[int], None] | None = None

@@ -193,6 +193,7 @@ def certify_local(
     begun: float,
 ) -> Certificate:
     """Compare what this rank and the others of a group hold; see `certify`."""
+    ck = ck.with_lossy()  # which is compared, and not taken
     with ranks.sharing_errors():
         comparison = _Comparison(live, ck, ranks, options, names)
         statement = comparison.statement()

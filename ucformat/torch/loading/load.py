@@ -17,7 +17,7 @@ from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.reading.execute import ReadOptions
 from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID
-from ucformat.reading.readable import TRACKERS
+from ucformat.reading.readable import TRACKERS, check_exact
 from ucformat.references import open_reference
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.url import as_strings
@@ -213,6 +213,8 @@ def load_local(
     """Fill the tensors of this rank, of any engine; see `load`."""
     begun = time.monotonic()
     entries = targets.asked
+    if options.lossy:
+        ck = ck.with_lossy()
     with ranks.sharing_errors():
         if not isinstance(options.strict, list | tuple):
             check_choice("strict", options.strict, ("report", "weights", True, False))
@@ -222,6 +224,7 @@ def load_local(
         matched, mismatches, meant = match(
             targets.tensors, targets.aliases, ck, names, cast=options.cast
         )
+        check_exact(ck.metadata, (m.stored.key for m in matched), ck.url)
         asked = asked_tensors(
             ck,
             meant,

@@ -200,9 +200,9 @@ class Coordinator:
         if digests_by_rank:
             others = {rank: AskedOfRanks(digests) for rank, digests in digests_by_rank.items()}
             return Addressed(AskedOfRanks(), others)
-        planned_from = (summary.stated, summary.facts, self._options.form)
+        planned_from = (summary.stated, summary.facts, self._options.form, self._options.encode)
         if self.plan is None or self._planned_from != planned_from:
-            self.plan = join(summary, self._encoded, self._options.form)
+            self.plan = join(summary, self._encoded, self._options)
             self._planned_from = planned_from
         plan, all_kept = self.plan, summary.kept.keys() == {self.plan.digest}
         if self._options.replicas == "equal":
@@ -295,7 +295,7 @@ def _differ(key: Key, rank: int, other: int) -> UsageError:
 
 
 @gc_paused()
-def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalPlan:
+def join(summary: Summary, encoded: Mapping[bytes, bytes], options: SaveOptions) -> GlobalPlan:
     """The plan of all ranks, from all that they state.
 
     Tensors whose descriptions do not fit each other, and those of which some rank lists its boxes, are listed.
@@ -323,7 +323,7 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
     }
     holders, left_out = _split_rows(stated, summary, listed_keys)
     infos = [row.info for key, (_, row, _) in rows.items() if key.name not in aliases]
-    if form == "packed":
+    if options.form == "packed":
         packed: Any = "all"
     else:
         other_infos = (i for i in infos if not rows[i.key][1].weight)
@@ -341,6 +341,7 @@ def join(summary: Summary, encoded: Mapping[bytes, bytes], form: str) -> GlobalP
         _listed(
             {key: rows[key][1] for key in sorted(holders, key=place.__getitem__)}, holders, aliases
         ),
+        options.lossy_states(infos),
     )
     arrays = [i.key for i in infos if exceptions.stored_as(rows[i.key][1]) == "array"]
     folders = {k: folder for k, folder in array_folders(arrays).items() if folder != own_folder(k)}

@@ -17,6 +17,13 @@ from ucformat.format.arrays import array_doc, grid_doc
 from ucformat.format.commit import new_id
 from ucformat.format.digest import bytes_digest, check_values
 from ucformat.format.extents import put_sidecar
+from ucformat.format.lossy_states import (
+    bound_of,
+    larger_losses,
+    largest,
+    lossy_codec,
+    unpacked_loss,
+)
 from ucformat.format.objects import encode_range, put_objects, put_ranges
 from ucformat.format.sidecar import encode_columns, joined
 from ucformat.format.structure import per_rank_problems, refuse
@@ -51,7 +58,7 @@ from ucformat.torch.saving.in_place import WrittenParts, block_crcs
 from ucformat.torch.saving.write import ShardDigests, packed_extents
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ucformat.format.sidecar import Columns
     from ucformat.schema.tensors import TensorDoc
@@ -313,6 +320,7 @@ class WrittenByRank(NamedTuple):
         live: the sums of fingerprints at the call of what this rank, or a replica of it, wrote, by
             description; empty if they are not compared.
         patched: the number of boxes with tiles that need the base, as sums by description.
+        losses: the errors of what was encoded with loss, as `packed_losses`, by description.
     """
 
     shards: ShardDigests
@@ -323,6 +331,7 @@ class WrittenByRank(NamedTuple):
     listed_at: int = 0
     live: Mapping[bytes, bytes] = MappingProxyType({})
     patched: Mapping[bytes, bytes] = MappingProxyType({})
+    losses: Mapping[bytes, bytes] = MappingProxyType({})
 
 
 @message
@@ -343,6 +352,7 @@ class WriteReport:
     parts: WrittenParts = WrittenParts()
     live: Mapping[bytes, bytes] = field(default_factory=dict)
     patched: Mapping[bytes, bytes] = field(default_factory=dict)
+    losses: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 def write_report(
@@ -366,6 +376,7 @@ def write_report(
         written.parts,
         written.live,
         written.patched,
+        written.losses,
     )
 
 
@@ -381,6 +392,7 @@ def merge_reports(a: WriteReport, b: WriteReport) -> WriteReport:
         a.parts + b.parts,
         merged(a.live, b.live, added),
         merged(a.patched, b.patched, added),
+        merged(a.losses, b.losses, larger_losses),
     )
 
 
@@ -404,7 +416,7 @@ def manifest_of(
     if options.tile_codec is not None:
         tensors = TensorTable.of(
             replace(doc, codec=TILES, base=0 if Key(doc.name, doc.state) in patched else None)
-            for doc in tensors
+            for doc in _with_losses(tensors, plan, written.losses, options)
         )
     sidecar = _sidecar(plan, own.weights, written, data)
     if options.form != "packed":
@@ -478,6 +490,21 @@ def _fingerprints(plan: GlobalPlan, written: Mapping[bytes, bytes]) -> list[str]
     return [text_of(sums.get(info.key, NO_ELEMENTS)) for info in plan.packed.infos]
 
 
+def _with_losses(
+    tensors: TensorTable, plan: GlobalPlan, written: Mapping[bytes, bytes], options: SaveOptions
+) -> Iterator[TensorDoc]:
+    """Packed tensors, with the bounds of those that were encoded with loss."""
+    losses = plan.by_tensor(written, largest)
+    for info, doc in zip(plan.packed.infos, tensors, strict=True):
+        loss = unpacked_loss(losses.get(info.key, (0, 0)))
+        codec = None if loss is None else lossy_codec(options.encode, info)
+        yield (
+            doc
+            if loss is None or codec is None
+            else replace(doc, lossy=codec.name, bound=bound_of(loss))
+        )
+
+
 def _with_paths(docs: Sequence[TensorDoc], plan: GlobalPlan) -> tuple[TensorDoc, ...]:
     """Tensors of a base, with the paths that they have in this state."""
     return tuple(
@@ -488,12 +515,12 @@ def _with_paths(docs: Sequence[TensorDoc], plan: GlobalPlan) -> tuple[TensorDoc,
 
 
 def _check_live(plan: GlobalPlan, live: Mapping[bytes, bytes], tensors: TensorTable) -> None:
-    """Check that what was written is what the ranks held at the call."""
+    """Check that what was written is what the ranks held at the call, but for what was encoded with loss."""
     sums = plan.sums(live)
     different = [
         Key(t.name, t.state)
         for t in tensors
-        if t.fingerprint != text_of(sums.get(Key(t.name, t.state), NO_ELEMENTS))
+        if t.lossy is None and t.fingerprint != text_of(sums.get(Key(t.name, t.state), NO_ELEMENTS))
     ]
     if different:
         raise NotCertified(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 from uuid import uuid4
 
 from ucformat.errors import UsageError
 from ucformat.format.arrays import lay_out
+from ucformat.format.lossy_states import check_encode, check_fits, lossy_codec
 from ucformat.schema.limits import MOST_COMMITS
 from ucformat.schema.manifest import LaunchDoc, LineageDoc
 from ucformat.schema.tensors import BLOSC
@@ -15,7 +17,7 @@ from ucformat.storage.url import path_text
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from os import PathLike
 
     import torch.distributed as dist
@@ -52,6 +54,10 @@ class RunArguments(TypedDict, total=False):
             `codecs`); `raw` leaves it as it is, and gives packed files an index with the fingerprint
             of each tile, so that later checkpoints can be based on them (default: neither).
             Safetensors files stay as they are, for the tools that load them.
+        encode: encode states of optimizers with loss, by patterns of their names: `{"exp_avg*":
+            "int8-blockwise"}`, or `"adaptive:N"` with as many bits as restoring the training N times
+            allows. They are packed, whatever the `form` is; `load` refuses them without
+            `lossy=True`. Weights are never encoded with loss (default: nothing is).
         assets: a folder whose `config.json`, tokenizer and similar files are stored, too. The
             `config.json` of a model of transformers in the state, or the `adapter_config.json` of
             PEFT's, is stored by default.
@@ -84,6 +90,7 @@ class RunArguments(TypedDict, total=False):
     config: Mapping[str, Any] | None
     form: Form
     codec: Codec | None
+    encode: Mapping[str, str] | None
     assets: str | PathLike[str] | None
     overwrite: bool
     names: Mapping[str, int] | None
@@ -141,17 +148,19 @@ class SaveOptions:
     base: str | None = None
     patch: bool = False
     verify_changed: bool = False
+    encode: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, url: str, arguments: RunArguments) -> SaveOptions:
         """Create them from the arguments of `save`."""
-        names = {field.name for field in fields(cls)} - {"base"}
+        names = {f.name for f in fields(cls)} - {"base", "encode"}
         base = arguments.get("base")
         if isinstance(base, bool):
             base = LATEST if base else None
         return cls(
             url,
             base=None if base is None else path_text(base),
+            encode=dict(arguments.get("encode") or {}),
             **{k: v for k, v in arguments.items() if k in names},  # type: ignore[arg-type]
         )
 
@@ -174,6 +183,7 @@ class SaveOptions:
                 'patch=True is not possible with form="safetensors", whose files other tools load',
                 hint='form="packed", or without patch',
             )
+        check_encode(self.encode)
         for name in ("chunk_bytes", "shard_bytes"):
             size = getattr(self, name)
             if size is not None and size < 1:
@@ -187,16 +197,30 @@ class SaveOptions:
     @property
     def tile_codec(self) -> Codec | None:
         """The codec of packed files: with a base they have an index, by which others can be based on them."""
-        return self.codec or (("blosc" if self.patch else "raw") if self.compares_tiles else None)
+        if self.codec is None and self.patch:
+            return "blosc"
+        return self.codec or ("raw" if self.compares_tiles or self.encode else None)
 
     def stored_like(self, other: SaveOptions) -> bool:
         """Return whether tensors are stored alike with other options."""
-        return (self.form, self.chunk_bytes, self.shard_bytes, self.codec) == (
+        return (self.form, self.chunk_bytes, self.shard_bytes, self.codec, self.encode) == (
             other.form,
             other.chunk_bytes,
             other.shard_bytes,
             other.codec,
+            other.encode,
         )
+
+    def lossy_states(self, infos: Sequence[TensorInfo]) -> tuple[str, ...]:
+        """The states of which tensors are encoded with loss.
+
+        Raises:
+            UsageError: a pattern in `encode` fits none, or two different ones fit one.
+        """
+        if not self.encode:
+            return ()
+        check_fits(self.encode, {info.state for info in infos})
+        return tuple(sorted({i.state for i in infos if lossy_codec(self.encode, i) is not None}))
 
     def check(self, state: LocalState) -> None:
         """Check whether a state can be saved with these options."""

@@ -12,6 +12,7 @@ from ucformat.errors import Uncertain, UsageError, check_keywords
 from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
+from ucformat.format.lossy_states import packed_losses
 from ucformat.geometry.fingerprint import packed_sums, unpacked_sums
 from ucformat.sources.model_files import find_assets
 from ucformat.storage.concurrency import gc_paused
@@ -107,7 +108,7 @@ def write_checkpoint(
     planned = time.monotonic()
     report: WriteReport | Exception
     try:
-        how = TileOptions(options.tile_codec, threads, patcher)
+        how = TileOptions(options.tile_codec, threads, patcher, options.encode)
         written = _write(plan, own, store, group, how, progress)
         if options.certify:
             written = written._replace(live=_live_sums(plan, own, state.live))
@@ -164,7 +165,7 @@ def _write(
             progress(n)
 
     part, in_files, fingerprints = plan.part, WrittenParts(), dict[bytes, bytes]()
-    threads, patched = how.threads, dict[bytes, bytes]()
+    threads, patched, losses = how.threads, dict[bytes, bytes](), dict[bytes, bytes]()
     shards = write_shards(store, group, plan.arrays, part, state.within, wrote, threads)
     by_key = {a.info.key: a for a in plan.arrays.values()}
     for key in sorted({key for key, at, _ in shards if not any(at)}):
@@ -176,13 +177,13 @@ def _write(
                 put_array(store, array)
     if plan.weights is not None:  # after the exchange, for which other ranks wait
         in_files = write_in_place(store, plan.weights, state, group, wrote, threads)
-    if plan.exceptions.packed != "none":
+    if plan.exceptions.have_packed:
         boxes = [
             (state.items[n].info, state.items[n].boxes[p], state.elements(n, p))
             for n, p in part.pieces
         ]
         file = packed_file(f"data/{plan.attempt}", group.rank)
-        sums, need_base = write_packed(store, file, boxes, wrote, how)
+        sums, need_base, of_boxes = write_packed(store, file, boxes, wrote, how)
         items = [item for item, _ in part.pieces]
 
         def by_description(by_item: Iterable[tuple[int, Sums]]) -> dict[bytes, bytes]:
@@ -191,10 +192,15 @@ def _write(
         fingerprints = by_description(zip(items, sums, strict=True))
         if need_base:
             patched = by_description((items[box], (1, 0)) for box in need_base)
+        if of_boxes:
+            by_item = ((items[box], loss) for box, loss in of_boxes.items())
+            losses = plan.statement.by_description(packed_losses(by_item, len(state.items)))
     store.flush()
     objects = {name: state.objects[name] for name in plan.objects}
     return WrittenByRank(
-        *(shards, objects, nbytes, fingerprints, in_files, part.listed_at), patched=patched
+        *(shards, objects, nbytes, fingerprints, in_files, part.listed_at),
+        patched=patched,
+        losses=losses,
     )
 
 

@@ -118,11 +118,17 @@ class GlobalPlan(NamedTuple):
 
     def sums(self, by_description: Mapping[bytes, bytes]) -> dict[Key, Sums]:
         """The sums of tensors, from those of the rows of each description."""
+        return self.by_tensor(by_description, total)
+
+    def by_tensor(
+        self, by_description: Mapping[bytes, bytes], join: Callable[[list[Sums]], Sums]
+    ) -> dict[Key, Sums]:
+        """What `join` makes of pairs of numbers that stand for the rows of each description."""
         parts: dict[Key, list[Sums]] = {}
         for digest, data in by_description.items():
             for key, sums in zip(self.keys[digest], unpacked_sums(data), strict=True):
                 parts.setdefault(key, []).append(sums)
-        return {key: total(of_key) for key, of_key in parts.items()}
+        return {key: join(of_key) for key, of_key in parts.items()}
 
 
 class OwnPart(NamedTuple):

@@ -180,6 +180,7 @@ class Exceptions:
         left_out: the rows of descriptions that are written by another one.
         folders: of arrays whose folders do not follow from their names alone.
         listed: tensors that no description covers.
+        packed_states: states of which all tensors are packed, too.
     """
 
     packed: Literal["all", "small", "none"] = "none"
@@ -188,13 +189,19 @@ class Exceptions:
     left_out: Mapping[bytes, tuple[int, ...]] = field(default_factory=dict)
     folders: Mapping[Key, str] = field(default_factory=dict)
     listed: tuple[ListedTensor, ...] = ()
+    packed_states: tuple[str, ...] = ()
 
     def stored_as(self, tensor: Row | ListedTensor) -> StoredAs:
         """Return how a tensor is stored."""
         if tensor.weight:
             return "weight"
         packed = self.packed == "all" or (self.packed == "small" and is_small(tensor.info))
-        return "packed" if packed else "array"
+        return "packed" if packed or tensor.info.state in self.packed_states else "array"
+
+    @property
+    def have_packed(self) -> bool:
+        """Whether there are packed files."""
+        return self.packed != "none" or bool(self.packed_states)
 
     def folder(self, key: Key) -> str:
         """Return the folder of an array, below the attempt's `data` folder."""

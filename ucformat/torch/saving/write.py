@@ -11,8 +11,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import chain, groupby
-from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,11 +19,14 @@ import numpy as np
 from ucformat.format.arrays import shard_key
 from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.format.described import ALIGNMENT, packed_file
+from ucformat.format.encoding import Encoding
+from ucformat.format.lossy_states import larger, lossy_codec
 from ucformat.format.shard import BAND_BYTES, write_shard
 from ucformat.format.sidecar import tiled_columns
 from ucformat.geometry.fingerprint import fingerprint_of, total
 from ucformat.geometry.flat_buffer import align_up
 from ucformat.geometry.tensor import Key
+from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import default_threads, place_checksum
 from ucformat.storage.base import Bytes
 from ucformat.storage.strided import checksum, copy
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.arrays import StoredArray
     from ucformat.format.described import Described
-    from ucformat.format.encoding import Encoding
+    from ucformat.format.lossy_states import Loss
     from ucformat.format.sidecar import Columns
     from ucformat.format.tile_index import EncodedTile
     from ucformat.geometry.box import Box
@@ -65,7 +67,6 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.statement import Fragment
     from ucformat.torch.state.elements import Elements, Memory
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -80,11 +81,27 @@ class TileOptions(NamedTuple):
         codec: None: they are not, and the file has no index.
         threads: that encode, at least.
         patcher: encodes tiles of which a base has the same box.
+        encode: the states whose tiles are encoded with loss, as for `save`.
     """
 
     codec: Codec | None
     threads: int = 1
     patcher: TilePatcher | None = None
+    encode: Mapping[str, str] = MappingProxyType({})
+
+
+class WrittenBoxes(NamedTuple):
+    """What was written of boxes of tensors.
+
+    Attributes:
+        sums: the fingerprint of each box.
+        patched: the boxes of which tiles need the base.
+        losses: the largest absolute and relative errors of the boxes with lossy tiles.
+    """
+
+    sums: list[Sums]
+    patched: set[int]
+    losses: dict[int, Loss]
 
 
 def write_packed(
@@ -93,25 +110,24 @@ def write_packed(
     parts: Sequence[Part],
     progress: Callable[[int], None],
     how: TileOptions | None = None,
-) -> tuple[list[Sums], set[int]]:
-    """Write boxes of tensors to a file of the packed form.
-
-    Returns:
-        The fingerprint of each box, and the boxes of which tiles need the base.
-    """
+) -> WrittenBoxes:
+    """Write boxes of tensors to a file of the packed form."""
     sums: list[list[Sums]] = [[] for _ in parts]
     patched: set[int] = set()
+    losses: dict[int, Loss] = {}
     nbytes = sum(Tiling.of(i.shape, i.itemsize).nbytes(box) + ALIGNMENT for i, box, _ in parts)
     if how is None or how.codec is None:
         written = _write_plain(store, key, parts, nbytes)
     else:
         written = _write_encoded(store, key, parts, nbytes, how)
-    for part, nbytes, fingerprint, is_patch in written:
+    for part, nbytes, fingerprint, is_patch, loss in written:
         sums[part].append(fingerprint)
         progress(nbytes)
         if is_patch:
             patched.add(part)
-    return list(map(total, sums)), patched
+        if loss is not None:
+            losses[part] = larger(loss, losses.get(part, loss))
+    return WrittenBoxes(list(map(total, sums)), patched, losses)
 
 
 #: A tensor, a box of it, and the elements of the box.
@@ -153,12 +169,13 @@ def _tiles(parts: Sequence[Part]) -> Iterator[_Tile]:
 
 
 class _Written(NamedTuple):
-    """A tile that is written: the number of its box, the bytes stored of it, and whether it is a patch."""
+    """A tile that is written: the number of its box, the bytes stored of it, whether it is a patch, and its errors."""
 
     part: int
     nbytes: int
     fingerprint: Sums
     is_patch: bool
+    loss: Loss | None = None
 
 
 def _write_plain(store: Store, key: str, parts: Sequence[Part], most: int) -> Iterator[_Written]:
@@ -201,8 +218,7 @@ def _write_plain(store: Store, key: str, parts: Sequence[Part], most: int) -> It
 
 
 _ENCODERS = 4  # threads that encode, if there are as many cores
-_AHEAD = 2  # runs of tiles for each of them that are encoded or wait to be written
-_RUN_BYTES = 2 << 20  # of tiles that are encoded at once, so that the base is read in large parts
+_AHEAD = 2  # tiles for each of them that are encoded or wait to be written
 
 
 def _write_encoded(
@@ -214,20 +230,24 @@ def _write_encoded(
 ) -> Iterator[_Written]:
     """Write tiles that threads encode, and then their index."""
     # only here, since it takes time to import
-    from ucformat.format.tile_index import NO_BASE, TileIndexWriter, encode
+    from ucformat.format.tile_index import NO_BASE, TileIndexWriter, encode, encode_quantized
 
-    def encoded(tiles: Sequence[_Tile]) -> list[EncodedTile]:
-        info, codec = tiles[0].info, how.codec or "raw"
-        data = [row_major_bytes(tile.elements) for tile in tiles]
-        sums = [tile.fingerprint(d) for tile, d in zip(tiles, data, strict=True)]
-        patched: list[tuple[Encoding, Bytes] | None] = [None] * len(tiles)
+    def encoded(tile: _Tile) -> EncodedTile:
+        data = row_major_bytes(tile.elements)
+        info = tile.info
+        patched: tuple[Encoding, Bytes] | None = None
+        if (lossy := lossy_codec(how.encode, info)) is not None:
+            elements = data.view(numpy_dtype(info.dtype)).reshape(tile.box.shape)
+            if (quantized := lossy.quantize(elements)) is not None:
+                fingerprint = tile.fingerprint(quantized.octets)
+                if how.patcher is not None and how.patcher.is_same(info, tile.box, fingerprint):
+                    patched = Encoding.SAME, b""
+                return encode_quantized(key, tile.start, quantized, fingerprint, patched)
+        fingerprint = tile.fingerprint(data)
         if how.patcher is not None:
-            compared = zip((tile.box for tile in tiles), (d.data for d in data), sums, strict=True)
-            patched = how.patcher.encode(info, list(compared))
-        return [
-            encode(key, tile.start, d.data, info.itemsize, fingerprint, codec, patch)
-            for tile, d, fingerprint, patch in zip(tiles, data, sums, patched, strict=True)
-        ]
+            patched = how.patcher.encode(info, tile.box, data.data, fingerprint)
+        codec = how.codec or "raw"
+        return encode(key, tile.start, data.data, info.itemsize, fingerprint, codec, patched)
 
     index, end = TileIndexWriter(key), 0
     pending, waiting = list[Bytes](), 0  # what is written at once, and the bytes of its payloads
@@ -236,8 +256,7 @@ def _write_encoded(
         ThreadPoolExecutor(threads, "ucformat-encode") as pool,
         store.create(key, unit_for(most)) as out,
     ):
-        runs = _in_order(pool, encoded, _runs(parts), threads * _AHEAD)
-        for tile, done in chain.from_iterable(zip(*run, strict=True) for run in runs):
+        for tile, done in _in_order(pool, encoded, _tiles(parts), threads * _AHEAD):
             if (nbytes := memoryview(done.payload).nbytes) >= _DIRECT:
                 out.write(b"".join(pending))
                 out.write(done.payload)
@@ -250,34 +269,21 @@ def _write_encoded(
                 out.write(b"".join(pending))
                 pending, waiting = [], 0
             end = tile.start + tile.nbytes + CHECKSUM_BYTES
-            yield _Written(tile.part, nbytes, done.fingerprint, done.base != NO_BASE)
+            yield _Written(tile.part, nbytes, done.fingerprint, done.base != NO_BASE, done.loss)
         out.write(b"".join((*pending, index.encode(end))))
 
 
-def _runs(parts: Sequence[Part]) -> Iterator[list[_Tile]]:
-    """The tiles of a packed file, in its order: as many of one box together as are encoded at once."""
-    for _, of_part in groupby(_tiles(parts), attrgetter("part")):
-        run, nbytes = list[_Tile](), 0
-        for tile in of_part:
-            if run and nbytes + tile.nbytes > _RUN_BYTES:
-                yield run
-                run, nbytes = [], 0
-            run.append(tile)
-            nbytes += tile.nbytes
-        yield run
-
-
 def _in_order(
-    pool: ThreadPoolExecutor, call: Callable[[S], T], tasks: Iterable[S], ahead: int
-) -> Iterator[tuple[S, T]]:
+    pool: ThreadPoolExecutor, call: Callable[[_Tile], T], tiles: Iterable[_Tile], ahead: int
+) -> Iterator[tuple[_Tile, T]]:
     """Call a function in threads, and return each result in order; at most so many calls have begun."""
-    waiting = deque[tuple[S, Future[T]]]()
+    waiting = deque[tuple[_Tile, Future[T]]]()
     try:
-        for task in tasks:
+        for tile in tiles:
             if len(waiting) == ahead:
                 first, result = waiting.popleft()
                 yield first, result.result()
-            waiting.append((task, pool.submit(call, task)))
+            waiting.append((tile, pool.submit(call, tile)))
         while waiting:
             first, result = waiting.popleft()
             yield first, result.result()
