@@ -14,6 +14,7 @@ from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
 from ucformat.format.lossy_states import packed_losses
 from ucformat.geometry.fingerprint import packed_sums, unpacked_sums
+from ucformat.reading.execute import default_threads
 from ucformat.sources.model_files import find_assets
 from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.url import open_store, path_text
@@ -104,6 +105,8 @@ def write_checkpoint(
         with group.sharing_errors():  # plan here
             statement = planner.state(group.rank, options, own)
             sums = PieceFingerprints(own.items, own.elements)
+            if options.base is not None and group.size == 1:  # ranks on one host share its cores
+                sums.compute(default_threads())
         plan = planner.agree(group, options, store, statement, sums, base)
     planned = time.monotonic()
     report: WriteReport | Exception

@@ -10,6 +10,7 @@ import hashlib
 import heapq
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -78,6 +79,14 @@ class PieceFingerprints:
     ) -> None:
         self._items, self._elements = items, elements
         self._computed: dict[int, NDArray[np.uint64]] = {}
+
+    def compute(self, threads: int) -> None:
+        """Compute those of all pieces now, by several threads."""
+        with ThreadPoolExecutor(threads, "ucformat-fingerprint") as pool:
+            # the largest first, so that no thread is left with one at the end
+            numbers = sorted(range(len(self._items)), key=lambda n: -self._items[n].info.nbytes)
+            for _ in pool.map(self.__getitem__, numbers):
+                pass
 
     def of_piece(self, item: int, piece: int) -> Sums:
         """Return the fingerprint of one piece."""
