@@ -27,6 +27,7 @@ BENCHMARKS = {
     "compressed_arrays": "Compressed arrays",
     "fingerprints": "Fingerprints",
     "certify": "Certificates",
+    "increments": "Increments",
     "codecs": "Codecs and patches",
     "sub_models": "Sub-models",
     "zarr_store": "The Zarr store of a ZeRO-3 checkpoint",

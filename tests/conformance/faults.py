@@ -586,6 +586,49 @@ def of_virtual(virtual: Files) -> Faults:
     }  # fmt: skip
 
 
+def of_patches(whole: Files) -> Faults:
+    """Of patches; all checksums of what is stored are right."""
+    name = next(k for k in whole if k.startswith("3/") and k.endswith("/rank0.bin"))
+    data = whole[name]
+    begin = len(data) - 32 - 40 * int.from_bytes(data[-24:-16], "little")
+    entries = [list(entry) for entry in ENTRY.iter_unpack(data[begin:-32])]
+    assert {entry[4] for entry in entries} >= {2, 3, 4}
+
+    def indexed(number: int, field: int, value: int) -> Files:
+        changed = [list(entry) for entry in entries]
+        changed[number][field] = value
+        index = b"".join(ENTRY.pack(*entry) for entry in changed) + data[-32:-4]
+        return {**whole, name: data[:begin] + index + placed_in("rank0", begin, index)}
+
+    def payload(number: int, change: Callable[[bytearray], object]) -> Files:
+        at = sum(entry[2] + 4 * (entry[2] > 0) for entry in entries[:number])
+        body = bytearray(data[at : at + entries[number][2]])
+        change(body)
+        sealed = bytes(body) + placed_in("rank0", at, bytes(body))
+        return {**whole, name: data[:at] + sealed + data[at + len(sealed) :]}
+
+    def manifest(change: Edit, number: int = 3) -> Files:
+        return edited(whole, change, f"{number}/manifest.json")
+
+    xor, overwrite, same = ([e[4] for e in entries].index(n) for n in (2, 3, 4))
+    other = next(k for k in whole if k.startswith("2/") and k.endswith("/rank0.bin"))
+    plain = next(k for k in whole if k.startswith("1/") and k.endswith("/rank0.bin"))
+    return {
+        "patched-not-required": ("damaged", "patches, which are not required", manifest(lambda m: m["requires"].remove("patches"))),
+        "patched-no-base": ("damaged", "a patch that has no base", indexed(xor, 6, 0xFFFF)),
+        "patched-other-base": ("damaged", "a patch of another base than the manifest says", indexed(xor, 6, 1)),
+        "patched-number": ("damaged", "the number of no base", manifest(lambda m: m["tensors"]["kinds"][0].update(base=1))),
+        "patched-missing": ("damaged", "there is no base", manifest(lambda m: m["bases"][0].update(url="../4"))),
+        "patched-base": ("damaged", "a base that is damaged", flipped(whole, other, 20)),
+        "patched-anchor": ("damaged", "the base of the base is damaged", flipped(whole, plain, 20)),
+        "patched-same-stored": ("damaged", "a tile that is equal to the base, and is stored", indexed(xor, 4, 4)),
+        "patched-nothing": ("damaged", "a patch of no bytes", indexed(same, 4, 2)),
+        "patched-runs": ("damaged", "a patch of more runs than elements", payload(overwrite, lambda b: b.__setitem__(slice(0, 4), b"\xff\0\0\0"))),
+        "patched-count": ("damaged", "a patch of more elements than the tile", payload(overwrite, lambda b: b.__setitem__(slice(4, 8), b"\xff\xff\xff\0"))),
+        "patched-columns": ("damaged", "columns that are longer than the payload", payload(overwrite, lambda b: b.__setitem__(slice(8, 12), b"\xff\xff\0\0"))),
+    }  # fmt: skip
+
+
 def of_based(based: Files) -> Faults:
     """Of tensors of bases."""
 

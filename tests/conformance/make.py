@@ -44,6 +44,7 @@ from ucformat.reading.dtypes import dtype_name, numpy_dtype
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import Manifest, SidecarDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable, quoted
+from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -165,6 +166,31 @@ def encoded_files() -> Files:
         **{i.key: store.read(i.key) for i in store.list("data")},
         "manifest.json": manifest_bytes(made),
     }
+
+
+def patched_arrays(step: int) -> Arrays:
+    """Elements of which all change a little, few change, or none do."""
+    out = compressed()
+    for n in range(1, step):
+        out["even", "weight"] = out["even", "weight"] + np.float32(n)
+        out["odd", "weight"][n::9, 3] = 8
+        out["odd", "weight"][20, 40:90] += n
+    return out
+
+
+def patched_files() -> Files:
+    """Three checkpoints in one folder, saved by different ranks: 3 is a patch of 2, and that of 1."""
+    folder, ck = Path(mkdtemp()), None
+    out: Files = {}
+    for n in (1, 2, 3):
+        store = LocalStore(folder / str(n))
+        ck = write_encoded(store, patched_arrays(n), n, base=ck, name=ATTEMPT, id=f"{n - 1:032x}")
+        m = ck.manifest
+        about = facts(tensors=m.tensors, sidecar=m.sidecar, aliases={}, id=m.id, bases=m.bases)
+        made = Manifest.model_validate({**about, "requires": m.requires})
+        out |= {f"{n}/{i.key}": store.read(i.key) for i in store.list("data")}
+        out[f"{n}/manifest.json"] = manifest_bytes(made)
+    return out
 
 
 def encoded(files: Files) -> Files:
@@ -821,6 +847,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "compressed": ("arrays of compressed chunks", made_of_compressed_arrays(), expected_of(compressed())),
         "compressed-newer": ("a codec that version 1 has not, of one tensor", edited(made_of_compressed_arrays(), later_codec), less(expected_of(compressed()), 0)),
         "encoded": ("encoded packed files", encoded_files(), expected_of(compressed())),
+        "patched": ("patches of patches", patched_files(), {**expected_of(patched_arrays(3)), "at": "3"}),
         "encoded-described": ("encoded files of described tensors, with tiles as they are", encoded(described_files()), expected()),
         "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}),
         "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),
@@ -903,6 +930,7 @@ def invalid() -> dict[str, tuple[str, str, Files]]:
         of_compressed,
         of_encoded,
         of_packed,
+        of_patches,
         of_virtual,
     )
 
@@ -914,6 +942,7 @@ def invalid() -> dict[str, tuple[str, str, Files]]:
         **of_packed(columns, files),
         **of_virtual(virtual_files()),
         **of_based(based_files(made_of_arrays())),
+        **of_patches(patched_files()),
     }
 
 
@@ -1030,6 +1059,7 @@ def main(folder: Path = CASES) -> None:
             "described",
             "virtual",
             "based",
+            "patched",
         )
         put(folder, name, files, {"says": says, **want}, {} if is_base else bases)
         if is_base:

@@ -68,7 +68,7 @@ OTHERS |= {"float4_e2m1fn": 1, "float4_e2m1fn_x2": 1, "complex32": 4, "bcomplex3
 OTHERS |= {f"{kind}{n}": 1 for kind in ("int", "uint") for n in range(1, 8)}
 OTHERS |= {"bits8": 1, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1, "bits16": 2}
 SIZES |= OTHERS
-FEATURES = {"packed", "extents", "virtual", "codecs", "bases"}
+FEATURES = {"packed", "extents", "virtual", "codecs", "bases", "patches"}
 FARTHEST, NONE = 1 << 60, "xxh3:" + 32 * "0"
 MOST_INTEGER, MOST_TEXT, MOST_LEVELS, MOST_BITS = 1 << 62, 1 << 16, 128, 1 << 13
 
@@ -311,12 +311,12 @@ class Checkpoint:
         need(opened.manifest["id"] == base["id"], f"another checkpoint is at {place}")
         return opened
 
-    def _of_base(self, t: Any) -> Bytes:
+    def _of_base(self, t: Any, *, patch: bool = False) -> Bytes:
         base, key = self._base(t["base"]), (t["name"], t["state"])
         there = [n for n, u in enumerate(base.tensors) if (u["name"], u["state"]) == key]
         need(there, f"a base lacks {key}")
         u = base.tensors[there[0]]
-        same = all(t[k] == u[k] for k in ("dtype", "shape", "fingerprint"))
+        same = all(t[k] == u[k] for k in ("dtype", "shape", "fingerprint")[: 2 if patch else 3])
         need(same and size_of(t) == size_of(u), f"a base has another {key}")
         return np.frombuffer(base.elements(there[0]), np.uint8)
 
@@ -401,7 +401,7 @@ class Checkpoint:
             )
             need(path is None or re.fullmatch("[A-Za-z0-9._~%/-]+", path), "path")
             fingerprint = t["fingerprint"][row] if t["fingerprint"] else None
-            of_base = kinds[kind].get("base") is not None
+            of_base = kinds[kind].get("base") is not None and kinds[kind].get("codec") is None
             need(not of_base or fingerprint, "a tensor of a base without a fingerprint")
             own = {"digest": digest, "fingerprint": fingerprint, "path": path}
             out.append({**kinds[kind], "name": names[name], **own})
@@ -425,10 +425,12 @@ class Checkpoint:
         codec = t.get("codec")
         need(codec is None or "codecs" in self.manifest["requires"], "it does not require codecs")
         need(codec != ("blosc" if t.get("path") is None else "tiles"), "a codec of another form")
-        if t.get("base") is not None and codec is None:
+        if t.get("base") is not None:
             need(0 <= t["base"] < len(self.manifest["bases"]), "the number of no base")
             need(t.get("path") is None, "a tensor of a base that is an array")
-            return
+            need(codec is None or "patches" in self.manifest["requires"], "it has patches")
+            if codec is None:
+                return
         if t.get("path") is None:
             need(self.manifest.get("sidecar"), "no path and no sidecar")
             need({"packed", "extents"} & {*self.manifest["requires"]}, "it is packed")
@@ -840,7 +842,7 @@ class Checkpoint:
                 at, size = e.offset, size_of(t)
                 for box in boxes_of(e) if e.file == file and all(e.shape) else ():
                     nbytes = math.prod(b - a for a, b in box) * size
-                    expected[at, nbytes, size] = (t["shape"], box)
+                    expected[at, nbytes, size] = (t, box)
                     at += nbytes + 4
         count, plain = (int.from_bytes(data[at : at + 8], "little") for at in (-24, -16))
         begin = len(data) - 32 - 40 * count
@@ -854,21 +856,31 @@ class Checkpoint:
             )
             encoding, size, base = data[at + 20], data[at + 21], data[at + 22 : at + 24]
             need(size in (1, 2, 4, 8, 16) and 0 < nbytes <= 1 << 24, "a tile")
-            need(nbytes % size == 0 and 0 < stored <= nbytes and base == b"\xff\xff", "a tile")
-            need(encoding < 2, "an unknown encoding", Upgrade)
+            need(nbytes % size == 0 and stored <= nbytes, "a tile")
+            need((encoding == 4) == (stored == 0), "a tile that is stored in no bytes")
+            need((encoding in (2, 3, 4)) == (base != b"\xff\xff"), "a base")
+            need(encoding < 5, "an unknown encoding", Upgrade)
             need(encoding or stored == nbytes, "a tile")
             need(0 <= start - len(out) < 64, "tiles that do not follow each other")
-            need(end + stored + 4 <= begin, "tiles that do not end before their index")
-            check_block(file, data, end, stored, -2)
+            after = end + stored + 4 * (stored > 0)
+            need(after <= begin, "tiles that do not end before their index")
+            if stored:
+                check_block(file, data, end, stored, -2)
             body = data[end : end + stored]
-            body = decompressed(body, nbytes, size) if encoding else body
-            shape, box = expected.pop((start, nbytes, size), (None, None))
+            t, box = expected.pop((start, nbytes, size), ({}, None))
             need(box is not None, "a tile of no tensor")
-            sums = fingerprint_of(body, size, places(shape, box))
+            if encoding == 1:
+                body = decompressed(body, nbytes, size)
+            elif encoding:
+                need(t.get("base") == int.from_bytes(base, "little"), "a patch of another base")
+                there = self._of_base(t, patch=True).reshape(*t["shape"], size)
+                old = there[tuple(slice(a, b) for a, b in box)].tobytes()
+                body = patched(encoding, body, old, size)
+            sums = fingerprint_of(body, size, places(t["shape"], box))
             lanes = (data[at + 24 : at + 32], data[at + 32 : at + 40])
             need(sums == "".join(lane[::-1].hex() for lane in lanes), "the fingerprint of a tile")
             out += bytes(start - len(out)) + body + crc.to_bytes(4, "little")
-            end += stored + 4
+            end = after
         need(end == begin and 0 <= plain - len(out) < 64, "tiles that do not end at their index")
         need(not expected, "a tile that is in no index")
         return bytes(out) + bytes(plain - len(out))
@@ -998,6 +1010,32 @@ def decompressed(data: bytes, nbytes: int, size: int) -> bytes:
         return bytes(blosc.decompress(data))
     except (RuntimeError, ValueError) as error:
         raise Damaged(f"a Blosc buffer: {error}") from None
+
+
+def patched(encoding: int, payload: bytes, old: bytes, size: int) -> bytes:
+    """The bytes of a tile that is a patch of others."""
+    if encoding == 2:
+        bits = decompressed(payload, len(old), size)
+        return bytes(a ^ b for a, b in zip(bits, old, strict=True))
+    if encoding == 4:
+        return old
+    need(len(payload) >= 12, "a patch without a header")
+    runs, count, stored = (int.from_bytes(payload[at : at + 4], "little") for at in (0, 4, 8))
+    need(runs <= count and runs * 8 + count * size <= len(old), "a patch of too many elements")
+
+    def part(data: bytes, nbytes: int, of: int) -> bytes:
+        return data if len(data) == nbytes else decompressed(data, nbytes, of)
+
+    columns = np.frombuffer(part(payload[12 : 12 + stored], 8 * runs, 4), "<u4").tolist()
+    values = part(payload[12 + stored :], count * size, size)
+    out, at, taken = bytearray(old), -1, 0
+    for before, length in zip(columns[:runs], columns[runs:], strict=True):
+        begin, n = (at + 1 + before) * size, (length + 1) * size
+        need(begin + n <= len(out) and taken + n <= len(values), "a run that leaves the tile")
+        out[begin : begin + n] = values[taken : taken + n]
+        at, taken = at + 1 + before + length + 1, taken + n
+    need(taken == len(values), "runs of another number of elements")
+    return bytes(out)
 
 
 def digest_of(

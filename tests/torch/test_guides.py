@@ -74,6 +74,20 @@ def test_fsdp2(tmp_path: Path) -> None:
     assert {k.state for k in a.tensors} == {"weight", "exp_avg", "exp_avg_sq", "step"}
 
 
+def test_saving_less(tmp_path: Path) -> None:
+    first, second, verified, shown = follow("save_less.md", tmp_path)
+    nbytes = {
+        int(step): int(n.replace(",", ""))
+        for step, n in re.findall(r"step (\d+): ([\d,]+) bytes", first + second)
+    }
+    assert list(nbytes) == list(range(1, 13))
+    whole = {1, 6, 11}  # after chains of four
+    assert all((n > 2_000_000) == (step in whole) for step, n in nbytes.items())
+    assert all(n < 200_000 for step, n in nbytes.items() if step not in whole)
+    assert "step-00000011" in shown
+    assert verified
+
+
 def test_fsdp2_and_tensor_parallelism(tmp_path: Path) -> None:
     first, second, _ = follow("fsdp2_tp.md", tmp_path)
     goes_on(first, second, range(5, 7))

@@ -267,6 +267,18 @@ def _longer(stored: memoryview, nbytes: int, itemsize: int, where: str) -> memor
 # tiles
 
 
+def _is_scattered(changed: NDArray[np.bool_], itemsize: int) -> bool:
+    """Whether so many short elements changed, in so many places, that places take more than the bits that are equal."""
+    count = np.count_nonzero(changed)
+    if itemsize > _SHORT or count * _FEW < changed.size:
+        return False
+    edges = np.count_nonzero(changed[1:] != changed[:-1])
+    return bool(edges * _TOGETHER > 2 * count)
+
+
+_SHORT, _FEW, _TOGETHER = 2, 1000, 4  # bytes, elements for each that changed, elements in a run
+
+
 def encode_tile(new: Bytes, itemsize: int, base: Bytes | None = None) -> tuple[Encoding, Bytes]:
     """Encode a tile without loss in the fewest bytes.
 
@@ -288,7 +300,7 @@ def encode_tile(new: Bytes, itemsize: int, base: Bytes | None = None) -> tuple[E
             return Encoding.SAME, b""
         if nbytes <= MAX_BLOSC:
             patches.append((Encoding.XOR, xor_patch(new, base, itemsize)))
-            if _has_elements(nbytes, itemsize):
+            if _has_elements(nbytes, itemsize) and not _is_scattered(changed, itemsize):
                 patch = overwrite_patch(new, itemsize, changed)
                 if patch is not None:
                     patches.append((Encoding.OVERWRITE, patch))

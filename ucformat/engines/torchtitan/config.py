@@ -13,6 +13,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 
 from ucformat.engines.torchtitan.live import CheckpointManager
 from ucformat.errors import UsageError
+from ucformat.torch.manager.increments import Increments  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ _FIXED = {
 #: Options of the configuration that are the manager's own.
 _OPTIONS = (
     *("interval", "enable_first_step_checkpoint", "keep_latest_k", "async_mode", "load_only"),
-    *("form", "run", "certify", "exclude_from_loading", "merge_dataloader"),
+    *("form", "run", "certify", "increments", "exclude_from_loading", "merge_dataloader"),
     *("initial_load_path", "initial_load_model_only"),
 )
 
@@ -57,6 +58,8 @@ class UniversalCheckpointManager(BaseCheckpointManager):
             run: name of the training run, for the catalog.
             certify: compare what was written with what the ranks held, and what they hold after a
                 load with what was saved; as for `ucformat.torch.save` and `load`.
+            increments: save what changed, as for `ucformat.torch.Manager`; no option of the command
+                line.
             merge_dataloader: `merge` of `PerRank` for the data loader, with which another number of
                 ranks loads it. It is a function, and so no option of the command line.
         """
@@ -65,6 +68,7 @@ class UniversalCheckpointManager(BaseCheckpointManager):
         form: Literal["zarr", "packed", "safetensors"] = "zarr"
         run: str | None = None
         certify: bool = False
+        increments: Annotated[Increments | None, tyro.conf.Suppress] = None
         merge_dataloader: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
 
         def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,12 +18,15 @@ from ucformat.format.patched import read_boxes
 from ucformat.format.tile_index import tile_fingerprint
 from ucformat.geometry.tensor import single_extents
 from ucformat.references import open_reference
+from ucformat.schema.tensors import TILES
 from ucformat.storage.concurrency import thread_memory
 from ucformat.torch.comm.merging import merged
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.base import open_base
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from ucformat.format.bases import BaseCheckpoint
@@ -115,25 +119,39 @@ class TilePatcher:
         return doc is not None and (doc.stored_dtype, doc.shape) == (info.dtype, info.shape)
 
     def encode(
-        self, info: TensorInfo, box: Box, data: Bytes, fingerprint: Sums
-    ) -> tuple[Encoding, Bytes] | None:
-        """Encode a tile; None if it is not to be a patch."""
+        self, info: TensorInfo, tiles: Sequence[tuple[Box, Bytes, Sums]]
+    ) -> list[tuple[Encoding, Bytes] | None]:
+        """Encode tiles of a tensor; None for each that is not to be a patch.
+
+        What is needed of the base is read at once.
+
+        Args:
+            tiles: the box, the bytes and the fingerprint of each.
+        """
+        encoded: list[tuple[Encoding, Bytes] | None] = [None] * len(tiles)
         if not self.fits(info):
-            return None
-        before = self._fingerprint(info.key, box)
-        if before == fingerprint:
-            return Encoding.SAME, b""
-        rows = self._changed_rows(info, box)
-        if rows is not None:
-            if self._verify:
-                self._check(info, box, data, rows)
-            elif not rows.any() and before is not None:
-                raise _unmarked(info.key, box.start[0], box.stop[0])
-            if self._patch or not rows.any():
-                return encode_rows(data, info.itemsize, rows)
-        if not self._patch:
-            return None
-        return encode_tile(data, info.itemsize, self._read(info, box).data)
+            return encoded
+        compared: list[
+            int
+        ] = []  # numbers of the tiles that are compared with the bytes of the base
+        for number, (box, data, fingerprint) in enumerate(tiles):
+            before = self._fingerprint(info.key, box)
+            rows = self._changed_rows(info, box)
+            if before == fingerprint:
+                encoded[number] = Encoding.SAME, b""
+            elif rows is None and self._patch:
+                compared.append(number)
+            elif rows is not None:
+                if self._verify:
+                    self._check(info, box, data, rows)
+                elif not rows.any() and before is not None:
+                    raise _unmarked(info.key, box.start[0], box.stop[0])
+                if self._patch or not rows.any():
+                    encoded[number] = encode_rows(data, info.itemsize, rows)
+        bases = self._read(info, [tiles[number][0] for number in compared])
+        for number, base in zip(compared, bases, strict=True):
+            encoded[number] = encode_tile(tiles[number][1], info.itemsize, base)
+        return encoded
 
     def is_same(self, info: TensorInfo, box: Box, fingerprint: Sums) -> bool:
         """Whether a tile has the fingerprint of the base's tile of the same box."""
@@ -151,14 +169,20 @@ class TilePatcher:
         inside = np.unpackbits(some)[first % 8 : first % 8 + last - first]
         return inside.view(np.bool_)
 
-    def _read(self, info: TensorInfo, box: Box) -> NDArray[np.uint8]:
-        """The bytes of the base; valid until the thread reads others."""
-        out = thread_memory("base", box.size * info.itemsize)
-        read_boxes(self._base, info, [box], [out.data])
-        return out
+    def _read(self, info: TensorInfo, boxes: Sequence[Box]) -> list[memoryview]:
+        """The bytes of the base in some boxes; valid until the thread reads others."""
+        if not boxes:
+            return []
+        ends = [*accumulate(box.size * info.itemsize for box in boxes)]
+        memory = thread_memory("base", ends[-1]).data
+        outs = [memory[begin:end] for begin, end in pairwise([0, *ends])]
+        read_boxes(self._base, info, boxes, outs)
+        return outs
 
     def _fingerprint(self, key: Key, box: Box) -> Sums | None:
         """The fingerprint of the base's tile of a box; None if none of its tiles has just this box."""
+        if self._base.docs[key].codec != TILES:
+            return None
         first = next(single_extents(self._base.extents(key, box), box), None)
         if first is None or first.box != box:
             return None
@@ -168,7 +192,8 @@ class TilePatcher:
         """Check that the rows that are not marked are equal to those of the base."""
         shape = (box.shape[0], -1)
         new = np.frombuffer(data, np.uint8).reshape(shape)
-        differ = (new != self._read(info, box).reshape(shape)).any(1) & ~changed
+        (base,) = self._read(info, [box])
+        differ = (new != np.frombuffer(base, np.uint8).reshape(shape)).any(1) & ~changed
         if differ.any():
             first = box.start[0] + int(differ.argmax())
             last = box.stop[0] - int(differ[::-1].argmax())

@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain, groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.arrays import StoredArray
     from ucformat.format.described import Described
-    from ucformat.format.lossy_states import Loss
+    from ucformat.format.lossy_states import Loss, LossyCodec
     from ucformat.format.sidecar import Columns
     from ucformat.format.tile_index import EncodedTile
     from ucformat.geometry.box import Box
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.statement import Fragment
     from ucformat.torch.state.elements import Elements, Memory
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -218,7 +221,8 @@ def _write_plain(store: Store, key: str, parts: Sequence[Part], most: int) -> It
 
 
 _ENCODERS = 4  # threads that encode, if there are as many cores
-_AHEAD = 2  # tiles for each of them that are encoded or wait to be written
+_AHEAD = 2  # runs of tiles for each of them that are encoded or wait to be written
+_RUN_BYTES = 2 << 20  # of tiles that are encoded at once, so that the base is read in large parts
 
 
 def _write_encoded(
@@ -232,22 +236,34 @@ def _write_encoded(
     # only here, since it takes time to import
     from ucformat.format.tile_index import NO_BASE, TileIndexWriter, encode, encode_quantized
 
-    def encoded(tile: _Tile) -> EncodedTile:
-        data = row_major_bytes(tile.elements)
-        info = tile.info
-        patched: tuple[Encoding, Bytes] | None = None
-        if (lossy := lossy_codec(how.encode, info)) is not None:
-            elements = data.view(numpy_dtype(info.dtype)).reshape(tile.box.shape)
-            if (quantized := lossy.quantize(elements)) is not None:
-                fingerprint = tile.fingerprint(quantized.octets)
-                if how.patcher is not None and how.patcher.is_same(info, tile.box, fingerprint):
-                    patched = Encoding.SAME, b""
-                return encode_quantized(key, tile.start, quantized, fingerprint, patched)
-        fingerprint = tile.fingerprint(data)
+    def encoded(tiles: Sequence[_Tile]) -> list[EncodedTile]:
+        lossy = lossy_codec(how.encode, tiles[0].info)
+        if lossy is None:
+            return encoded_exactly(tiles)
+        return [quantized(tile, lossy) or encoded_exactly([tile])[0] for tile in tiles]
+
+    def quantized(tile: _Tile, lossy: LossyCodec) -> EncodedTile | None:
+        elements = row_major_bytes(tile.elements).view(numpy_dtype(tile.info.dtype))
+        done = lossy.quantize(elements.reshape(tile.box.shape))
+        if done is None:
+            return None
+        fingerprint = tile.fingerprint(done.octets)
+        same = how.patcher is not None and how.patcher.is_same(tile.info, tile.box, fingerprint)
+        patched = (Encoding.SAME, b"") if same else None
+        return encode_quantized(key, tile.start, done, fingerprint, patched)
+
+    def encoded_exactly(tiles: Sequence[_Tile]) -> list[EncodedTile]:
+        info, codec = tiles[0].info, how.codec or "raw"
+        data = [row_major_bytes(tile.elements) for tile in tiles]
+        sums = [tile.fingerprint(d) for tile, d in zip(tiles, data, strict=True)]
+        patched: list[tuple[Encoding, Bytes] | None] = [None] * len(tiles)
         if how.patcher is not None:
-            patched = how.patcher.encode(info, tile.box, data.data, fingerprint)
-        codec = how.codec or "raw"
-        return encode(key, tile.start, data.data, info.itemsize, fingerprint, codec, patched)
+            compared = zip((tile.box for tile in tiles), (d.data for d in data), sums, strict=True)
+            patched = how.patcher.encode(info, list(compared))
+        return [
+            encode(key, tile.start, d.data, info.itemsize, fingerprint, codec, patch)
+            for tile, d, fingerprint, patch in zip(tiles, data, sums, patched, strict=True)
+        ]
 
     index, end = TileIndexWriter(key), 0
     pending, waiting = list[Bytes](), 0  # what is written at once, and the bytes of its payloads
@@ -256,7 +272,8 @@ def _write_encoded(
         ThreadPoolExecutor(threads, "ucformat-encode") as pool,
         store.create(key, unit_for(most)) as out,
     ):
-        for tile, done in _in_order(pool, encoded, _tiles(parts), threads * _AHEAD):
+        runs = _in_order(pool, encoded, _runs(parts), threads * _AHEAD)
+        for tile, done in chain.from_iterable(zip(*run, strict=True) for run in runs):
             if (nbytes := memoryview(done.payload).nbytes) >= _DIRECT:
                 out.write(b"".join(pending))
                 out.write(done.payload)
@@ -273,17 +290,30 @@ def _write_encoded(
         out.write(b"".join((*pending, index.encode(end))))
 
 
+def _runs(parts: Sequence[Part]) -> Iterator[list[_Tile]]:
+    """The tiles of a packed file, in its order: as many of one box together as are encoded at once."""
+    for _, of_part in groupby(_tiles(parts), attrgetter("part")):
+        run, nbytes = list[_Tile](), 0
+        for tile in of_part:
+            if run and nbytes + tile.nbytes > _RUN_BYTES:
+                yield run
+                run, nbytes = [], 0
+            run.append(tile)
+            nbytes += tile.nbytes
+        yield run
+
+
 def _in_order(
-    pool: ThreadPoolExecutor, call: Callable[[_Tile], T], tiles: Iterable[_Tile], ahead: int
-) -> Iterator[tuple[_Tile, T]]:
+    pool: ThreadPoolExecutor, call: Callable[[S], T], tasks: Iterable[S], ahead: int
+) -> Iterator[tuple[S, T]]:
     """Call a function in threads, and return each result in order; at most so many calls have begun."""
-    waiting = deque[tuple[_Tile, Future[T]]]()
+    waiting = deque[tuple[S, Future[T]]]()
     try:
-        for tile in tiles:
+        for task in tasks:
             if len(waiting) == ahead:
                 first, result = waiting.popleft()
                 yield first, result.result()
-            waiting.append((tile, pool.submit(call, tile)))
+            waiting.append((task, pool.submit(call, task)))
         while waiting:
             first, result = waiting.popleft()
             yield first, result.result()
