@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,9 @@ from ucformat.jobs import increments, patch_files
 from ucformat.jobs.compact import is_whole
 from ucformat.jobs.compare import compare
 from ucformat.jobs.dependents import dependents_at
-from ucformat.jobs.patch import stored_bytes
+from ucformat.jobs.patch import Patch, stored_bytes
+from ucformat.jobs.patch_files import PatchJob
+from ucformat.jobs.shards import WriteOptions
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import BASES, CODECS, PACKED, PATCHES
 from ucformat.storage.url import open_store
@@ -270,6 +273,25 @@ def test_several_files_by_several_processes(tmp_path: Path) -> None:
         assert max(sizes) <= max(1 << 16, 700 * 401 * 4)
     files = [sorted(p.read_bytes() for p in (tmp_path / n / "data").rglob("*.bin")) for n in "cd"]
     assert [len(f) for f in files[0]] == [len(f) for f in files[1]]
+
+
+def test_another_process_makes_the_same_job(tmp_path: Path) -> None:
+    a, b = put(tmp_path / "a", trained(0)), put(tmp_path / "b", trained(2))
+    options = WriteOptions()
+    planned = Patch.of(b, list(b.tensors.values()), a, f"{tmp_path}/c", options)
+    jobs: list[PatchJob] = []
+    for name in ("c", "d"):
+        store = open_store(tmp_path / name)
+        job = planned.job(store, "0" * 20)
+        if jobs:
+            job = PatchJob.of_spec(json.loads(json.dumps(job.spec())))
+        jobs.append(job)
+        with job:
+            job.take(job.record({n: job.run(n) for n in range(job.count)}))
+            assert job.finish()[0].keys() == b.tensors.keys()
+    assert jobs[0].plan == jobs[1].plan
+    one, other = (sorted(p for p in (tmp_path / n).rglob("*.bin")) for n in "cd")
+    assert [p.read_bytes() for p in one] == [p.read_bytes() for p in other] != []
 
 
 WORK = """

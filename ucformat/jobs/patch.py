@@ -7,7 +7,6 @@ tile in the fewest bytes: equal to the base, as a patch of it, compressed, or as
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ucformat.checkpoint import Checkpoint
@@ -129,20 +128,22 @@ class Patch:
         plan = plan_document(self.source, self.infos, self.options)
         return {**plan, **self.references.plan, "patch": self.base.id, "patched": keys}
 
+    def job(self, store: Store, attempt: str) -> PatchJob:
+        """The job that writes its files."""
+        referenced, patched = (
+            {Key(doc.name, doc.state): doc for doc in docs}
+            for docs in (self.references.tensors, self.references.patched)
+        )
+        plan = PatchPlan(self.infos, referenced, patched)
+        return PatchJob(self.source, self.base, store, attempt, plan, self.options)
+
     def write(self, store: Store, attempt: Attempt) -> tuple[Manifest, bool]:
         """Write it, as `jobs.convert.write`, after its bases are told that they are needed."""
         self.references.protect(str(attempt.keeps))
-        plan = PatchPlan(
-            self.infos,
-            *(
-                {Key(doc.name, doc.state): doc for doc in docs}
-                for docs in (self.references.tensors, self.references.patched)
-            ),
-        )
         return write(
             ShardJob(self.source, store, attempt.id, [], self.options),
             attempt,
-            partial(PatchJob, self.source, self.base, store, attempt.id, plan, self.options),
+            lambda: self.job(store, attempt.id),
             replace(self.references, tensors=()),  # the job has them, in the order of the source
         )
 

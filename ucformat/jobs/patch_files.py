@@ -48,14 +48,14 @@ if TYPE_CHECKING:
     from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.finished import SumPart
-    from ucformat.storage.base import Store
+    from ucformat.storage.base import Bytes, Store
 
-FILE_BYTES = 64 << 20  # of a plain file, at most, unless one tile is larger
-_BATCH_BYTES = 4 << 20  # of tiles that are read at once, at most, unless one is larger
+FILE_BYTES = 64 << 20  # of the elements in a file, at most, unless one tile has more
+_BATCH_BYTES = 4 << 20  # of tiles that are read at once, at most, unless one has more
 
 
 class PlacedBox(NamedTuple):
-    """A box of a tensor that is stored tile by tile, from a byte of a plain file on."""
+    """A box of a tensor, which is one tile or stored tile by tile, from a byte of a plain file on."""
 
     info: TensorInfo
     box: Box
@@ -69,19 +69,6 @@ class PlacedBox(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of its elements."""
-        return self.box.size * self.info.itemsize
-
-
-class _Tile(NamedTuple):
-    """A tile, and where it begins in the plain file; `part` is the number of its box in the file."""
-
-    part: int
-    info: TensorInfo
-    box: Box
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
         return self.box.size * self.info.itemsize
 
 
@@ -102,24 +89,25 @@ def place_boxes(infos: Sequence[TensorInfo]) -> list[list[PlacedBox]]:
     return files
 
 
-def _tiles(boxes: Sequence[PlacedBox]) -> Iterator[_Tile]:
-    """The tiles of a file, in order."""
-    for part, placed in enumerate(boxes):
+def _tiles(boxes: Sequence[PlacedBox]) -> Iterator[tuple[int, PlacedBox]]:
+    """The tiles of a file, in order, each with the number of its box."""
+    for number, placed in enumerate(boxes):
         offset = placed.offset
         for box in placed.tiling.boxes(placed.box):
-            yield _Tile(part, placed.info, box, offset)
-            offset += box.size * placed.info.itemsize + CHECKSUM_BYTES
+            tile = PlacedBox(placed.info, box, offset)
+            yield number, tile
+            offset += tile.nbytes + CHECKSUM_BYTES
 
 
-def _batches(tiles: Iterator[_Tile]) -> Iterator[list[_Tile]]:
-    """Tiles that are read at once."""
-    batch: list[_Tile] = []
+def _batches(boxes: Sequence[PlacedBox]) -> Iterator[list[tuple[int, PlacedBox]]]:
+    """The tiles of a file, as many together as are read at once."""
+    batch: list[tuple[int, PlacedBox]] = []
     nbytes = 0
-    for tile in tiles:
+    for number, tile in _tiles(boxes):
         if batch and nbytes + tile.nbytes > _BATCH_BYTES:
             yield batch
             batch, nbytes = [], 0
-        batch.append(tile)
+        batch.append((number, tile))
         nbytes += tile.nbytes
     if batch:
         yield batch
@@ -240,17 +228,18 @@ class PatchJob(RecordedJob):
         sums: list[tuple[int, Sums]] = []
         plain = boxes[-1].offset + boxes[-1].tiling.nbytes(boxes[-1].box)
         with self.store.create(key, unit_for(plain)) as out:
-            for batch in _batches(_tiles(boxes)):
-                memories, covered = _read(of_source, batch)
+            for batch in _batches(boxes):
+                tiles = [tile for _, tile in batch]
+                memories, covered = _read(of_source, tiles)
                 bare |= not covered
-                patched = [tile for tile in batch if tile.info.key in self.plan.bases]
-                base_memories, _ = _read(of_base, patched)
-                base_of = dict(zip(patched, base_memories, strict=True))
-                for tile, memory in zip(batch, memories, strict=True):
+                patched = [tile for tile in tiles if tile.info.key in self.plan.bases]
+                base_of = dict(zip(patched, _read(of_base, patched)[0], strict=True))
+                stored: list[Bytes] = []
+                for (number, tile), memory in zip(batch, memories, strict=True):
                     info, base = tile.info, base_of.get(tile)
                     elements = memory.view(f"V{info.itemsize}").reshape(tile.box.shape)
                     fingerprint = fingerprint_of(elements, info.shape, tile.box)
-                    sums.append((tile.part, fingerprint))
+                    sums.append((number, fingerprint))
                     encoded = encode(
                         *(key, tile.offset, memory.data, info.itemsize, fingerprint, BLOSC),
                         patched=None
@@ -258,8 +247,8 @@ class PatchJob(RecordedJob):
                         else encode_tile(memory.data, info.itemsize, base.data),
                         number=0 if base is None else self.plan.bases[info.key].base or 0,
                     )
-                    out.write(encoded.payload)
-                    out.write(index.add(tile.offset, encoded))
+                    stored += (encoded.payload, index.add(tile.offset, encoded))
+                out.write(b"".join(stored))
             out.write(index.encode(plain))
         return packed_sums(sums, len(boxes)), bare
 
@@ -340,7 +329,7 @@ class PatchJob(RecordedJob):
         return sidecar, (*requires, CODECS, *patches)
 
 
-def _read(input_: Input, tiles: Sequence[_Tile]) -> tuple[list[NDArray[np.uint8]], bool]:
+def _read(input_: Input, tiles: Sequence[PlacedBox]) -> tuple[list[NDArray[np.uint8]], bool]:
     """The bytes of tiles, and whether checksums cover all of them."""
     memories = [np.empty(tile.nbytes, np.uint8) for tile in tiles]
     pieces: dict[Key, tuple[TensorInfo, list[tuple[int, Piece]]]] = {}
