@@ -29,6 +29,7 @@ BENCHMARKS = {
     "certify": "Certificates",
     "increments": "Increments",
     "codecs": "Codecs and patches",
+    "publish": "Publishing weights",
     "sub_models": "Sub-models",
     "zarr_store": "The Zarr store of a ZeRO-3 checkpoint",
     "metadata": "Metadata of 100,000 shards",

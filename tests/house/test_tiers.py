@@ -52,6 +52,7 @@ FAMILIES = {
     "killed while it is saved": "torch/test_faults.py::test_a_rank_is_killed_in_a_save",
     "a manager": "torch/test_manager.py::test_two_ranks_agree",
     "loaded into a model": "torch/test_load_into.py::test_logits_are_those_of_the_model",
+    "published, and received": "torch/test_publishing.py::test_receivers_that_are_killed_never",
     "ranks that share reads": "torch/test_sharing.py::test_each_host_reads_once",
     # each job
     "convert": "jobs/test_convert.py::test_every_tensor_survives_bit_for_bit",

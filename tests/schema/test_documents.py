@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 
-from ucformat.schema.documents import CatalogDoc, NeededByDoc, TombstoneDoc
+from ucformat.schema.documents import CatalogDoc, ChannelDoc, NeededByDoc, TombstoneDoc
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 
 
 @pytest.mark.parametrize(
     ("name", "document"),
-    [("catalog-document", CatalogDoc), ("needed-by", NeededByDoc), ("tombstone", TombstoneDoc)],
+    [
+        ("catalog-document", CatalogDoc),
+        ("channel", ChannelDoc),
+        ("needed-by", NeededByDoc),
+        ("tombstone", TombstoneDoc),
+    ],
 )
 def test_the_published_schema_is_the_current_one(name: str, document: Any) -> None:
     """Else write it anew: json.dumps(document.model_json_schema(mode="validation"), indent=2)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ of_an_integration = pytest.mark.matrix
 
 
 def follow(page: str, folder: Path) -> list[str]:
-    """Write the programs of a guide to a folder, and do there what its consoles say; what each command printed."""
+    """Write the programs of a guide to a folder, and do there what its consoles say; what each command printed.
+
+    A command that ends with `&` runs while the next one does.
+    """
     text = (ROOT / "docs" / "guides" / page).read_text()
     for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", text, re.DOTALL):
         (folder / name).write_text(code)
@@ -26,16 +30,23 @@ def follow(page: str, folder: Path) -> list[str]:
         for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL)
         for line in block.splitlines()
     ]
-    return [run(line.removeprefix("$ ").split(), folder) for line in lines]
+    with ThreadPoolExecutor() as pool:
+        running = []
+        for number, line in enumerate(lines):
+            command = line.removeprefix("$ ").removesuffix(" &")
+            running.append(pool.submit(run, command.split(), folder, folder / f"log-{number}.txt"))
+            if not line.endswith(" &"):
+                running[-1].result()
+        return [command.result() for command in running]
 
 
-def run(words: list[str], folder: Path) -> str:
+def run(words: list[str], folder: Path, log: Path) -> str:
     if words[0] == "torchrun":
         option, nproc, *script = words[1:]
         assert option == "--nproc-per-node"
-        return fork(int(nproc), script, folder / "log.txt", cwd=folder, PYTHONSAFEPATH="")
+        return fork(int(nproc), script, log, cwd=folder, PYTHONSAFEPATH="")
     script = {"ucp": ["-m", "ucformat.cli"], "python": []}[words[0]] + words[1:]
-    return fork(0, script, folder / "log.txt", cwd=folder, PYTHONSAFEPATH="")
+    return fork(0, script, log, cwd=folder, PYTHONSAFEPATH="")
 
 
 def losses(text: str) -> dict[int, float]:
@@ -153,6 +164,16 @@ def test_the_loop_with_a_manager(tmp_path: Path) -> None:
     ]
     lineage = ucformat.open(tmp_path / "run" / "step-00000006").manifest.lineage
     assert [entry.kind for entry in lineage] == ["reshard"]  # from two ranks to one
+
+
+def test_publish(tmp_path: Path) -> None:
+    trained, served = follow("publish.md", tmp_path)
+    bases = re.findall(r"published version (\d+): a patch of (\w+)", trained)
+    assert [base for _, base in bases] == ["None", *map(str, range(1, 9)), "None"]
+    updates = re.findall(r"serving version (\d+): read (\d+) bytes (\w*)", served)
+    assert [reason for *_, reason in updates] == ["first", *[""] * (len(updates) - 1)]
+    assert updates[-1][0] == "10"
+    assert len(list((tmp_path / "policy").glob("v-*"))) == 10  # of which the ninth is a patch
 
 
 @pytest.mark.matrix  # `make test` runs tests/runs

@@ -22,7 +22,7 @@ from ucformat.storage.url import open_store, split_url
 from ucformat.storage.wrappers import RoutedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent, Tiles
@@ -41,8 +41,8 @@ class BaseCheckpoint(Protocol):
     docs: Mapping[Key, TensorDoc]
     bases: Bases
 
-    def read_documents(self) -> None:
-        """Read what tells where elements are."""
+    def read_documents(self, known: Collection[str] = ()) -> None:
+        """Read what tells where elements are, here and in bases but those with `known` ids."""
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
         """See Readable."""

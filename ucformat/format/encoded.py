@@ -200,7 +200,7 @@ class EncodedStore(SyntheticStore):
         """
         checksums, plain = dict[int, memoryview](), dict[tuple[int, int], int]()
         image.fill_bases(outs)  # before the memory is used, into which the thread reads those, too
-        for tiles in _adjacent(image, sorted(outs), self.costs.request):
+        for tiles in adjacent(image, sorted(outs), self.costs.request):
             places = [outs[n] if image.is_plain(n) else memoryview(b"") for n in tiles]
             sizes = image.stored_sizes[tiles].tolist()
             memory = thread_memory("stored", sum(sizes)).data
@@ -306,8 +306,12 @@ def _whole_tiles(image: Image, start: int, target: memoryview) -> Iterator[tuple
             yield n, target[begin:end]
 
 
-def _adjacent(image: Image, tiles: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Tiles that are stored one after another, of at most so many bytes unless one is larger."""
+def adjacent(image: Image, tiles: Iterable[int], most: int) -> Iterator[list[int]]:
+    """Tiles that are stored one after another, of at most so many bytes unless one is larger.
+
+    Args:
+        tiles: in ascending order.
+    """
     run: list[int] = []
     end = nbytes = 0
     for n in tiles:

@@ -58,7 +58,8 @@ _TRAILER = struct.Struct(
     "<8sQQII"
 )  # magic, entries, bytes of the plain file, zero, placed checksum
 _ALIGNMENT = 64  # of boxes in the plain file: fewer bytes lie between tiles
-_TAIL = 64 << 10  # bytes that are read at once to find the index
+# bytes that are read at once to find the index: this part of the file, but at least and at most so many
+_TAIL, _TAIL_BYTES = 256, (4 << 10, 64 << 10)
 
 _HINT = "restore the file from another copy; `ucp verify` names every damaged tile"
 
@@ -198,10 +199,8 @@ class TileIndex(Image):
     def decode(self, number: int, stored: memoryview, out: memoryview) -> int:
         """See Image."""
         entry = self.entries[number]
-        payload = stored[:-CHECKSUM_BYTES]
+        payload = self.payload(number, stored) if stored else stored
         try:
-            if stored:
-                _check(checksum(payload, self._place(number)), stored)
             encoding = int(entry["encoding"])
             if encoding in LOSSY:
                 self._dequantize(number, payload, out)
@@ -212,6 +211,19 @@ class TileIndex(Image):
         except IntegrityError as error:
             raise self._named(number, error) from error
         return int(entry["crc32c"])
+
+    def payload(self, number: int, stored: memoryview) -> memoryview:
+        """What is stored of a tile but the checksum at its end, with which it is compared.
+
+        Raises:
+            ChecksumError: it is damaged.
+        """
+        payload = stored[:-CHECKSUM_BYTES]
+        try:
+            _check(checksum(payload, self._place(number)), stored)
+        except IntegrityError as error:
+            raise self._named(number, error) from error
+        return payload
 
     def check_plain(self, number: int, crc: int, stored: memoryview) -> int:
         """See Image."""
@@ -326,15 +338,21 @@ class TileIndex(Image):
         return Block(begin, nbytes, placed=True)
 
 
-def tile_fingerprint(store: Store, extent: Extent) -> Sums | None:
-    """The fingerprint that the index of an encoded file has for an extent; None if that is no whole tile of one."""
+def find_tile(store: Store, extent: Extent) -> tuple[TileIndex, int] | None:
+    """The index of an encoded file, and the number of the tile in it that is an extent; None if none is."""
     if ENCODED not in extent.file:
         return None
     image = find_image(*routed(store, extent.file))
     number = int(np.searchsorted(image.starts, extent.offset))
     if not isinstance(image, TileIndex) or extent.offset not in image.starts[number : number + 1]:
         return None
-    return image.fingerprint(number)
+    return image, number
+
+
+def tile_fingerprint(store: Store, extent: Extent) -> Sums | None:
+    """The fingerprint that the index of an encoded file has for an extent; None if that is no whole tile of one."""
+    tile = find_tile(store, extent)
+    return None if tile is None else tile[0].fingerprint(tile[1])
 
 
 def _check(crc: int, stored: memoryview) -> None:
@@ -358,7 +376,9 @@ def read_index(store: Store, file: str, tiles: Tiles) -> TileIndex:
         raise MissingData(error.message, hint=error.hint) from error
     if size < _TRAILER.size:
         raise _damaged(where, f"{size} bytes are too few for an index of tiles")
-    tail = store.read(file, max(0, size - _TAIL), min(size, _TAIL))
+    least, most = _TAIL_BYTES
+    tail_bytes = min(size, most, max(least, size // _TAIL))
+    tail = store.read(file, size - tail_bytes, tail_bytes)
     magic, count, plain, zero, crc = _TRAILER.unpack_from(tail, len(tail) - _TRAILER.size)
     nbytes = count * _ENTRY.itemsize + _TRAILER.size
     if magic != _MAGIC or zero or nbytes > size or plain > MAX_SPAN:

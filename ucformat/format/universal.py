@@ -37,7 +37,7 @@ from ucformat.storage.local import LocalStore
 from ucformat.storage.wrappers import WatchedStore, first_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from ucformat.format.encoded import Image
     from ucformat.format.patched import PatchedTiles
@@ -323,13 +323,19 @@ class Universal:
             self._sidecar = sidecar
         return self._sidecar
 
-    def read_documents(self) -> None:
-        """Read what tells where elements are, here and in bases; of those that cannot be opened, nothing."""
+    def read_documents(self, known: Collection[str] = ()) -> None:
+        """Read what tells where elements are, here and in bases; of those that cannot be opened, nothing.
+
+        Args:
+            known: the ids of bases of which nothing is read.
+        """
         if self.manifest.sidecar is not None:
             self.sidecar()
-        for number in range(len(self.manifest.bases)):
+        for number, base in enumerate(self.manifest.bases):
+            if base.id in known:
+                continue
             with suppress(UcformatError):  # raised again for the tensors that need it
-                self.bases.opened(number).read_documents()
+                self.bases.opened(number).read_documents(known)
 
     @property
     def weights_folder(self) -> str | None:

@@ -3,7 +3,8 @@
 The sidecar's metadata describes how ranks held tensors. The tombstone names the files of a
 checkpoint whose purge has begun. A dependent's document keeps files that a virtual checkpoint
 elsewhere needs from being removed. The catalog's document has what people recorded about a
-checkpoint, so that a catalog can be rebuilt from it.
+checkpoint, so that a catalog can be rebuilt from it. The channel's document, in the folder above,
+names the newest version of what is published there.
 """
 
 from __future__ import annotations
@@ -92,6 +93,30 @@ class NeededByDoc(_Document):
     urls: tuple[str, ...] = ()
     reasons: tuple[ReasonDoc, ...] | None = None
     revision: Count = 0
+
+
+#: The name of the document, in the folder of a channel.
+CHANNEL = "channel.json"
+
+
+class VersionDoc(_Document):
+    """A version of a channel: its number, and the checkpoint that it is, in a folder beside the document.
+
+    `content` is the digest of the names, dtypes, shapes and fingerprints of its tensors.
+    """
+
+    number: Annotated[int, Field(ge=0, lt=2**63)]
+    folder: Annotated[str, Field(pattern=r"^v-[0-9]{8,19}(\.[0-9]{1,9})?$")]
+    id: str
+    content: str
+
+
+class ChannelDoc(_Document):
+    """The versions of a channel that are kept, the newest first."""
+
+    format: Literal["ucformat-channel"] = "ucformat-channel"
+    version: Literal[1] = 1
+    versions: Annotated[tuple[VersionDoc, ...], Field(min_length=1)]
 
 
 #: The name of the document, in the checkpoint's folder.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ucformat.torch.loading.match import Problems
     from ucformat.torch.manager.increments import Increments
     from ucformat.torch.manager.manager import Manager
+    from ucformat.torch.publishing.publish import Published, Publisher, publish
+    from ucformat.torch.publishing.subscribe import Subscription, Update, subscribe
     from ucformat.torch.saving.asynchronous import async_save
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.saving.save import Saved, save
@@ -35,18 +37,24 @@ __all__ = [
     "Manager",
     "PerRank",
     "Problems",
+    "Published",
+    "Publisher",
     "Reader",
     "Rng",
     "SaveHandle",
     "Saved",
+    "Subscription",
+    "Update",
     "Writer",
     "async_save",
     "certify",
     "fingerprint",
     "load",
     "load_into",
+    "publish",
     "save",
     "state_dict",
+    "subscribe",
 ]
 
 _HOMES = {
@@ -59,18 +67,24 @@ _HOMES = {
     "Manager": "ucformat.torch.manager.manager",
     "PerRank": "ucformat.torch.state.objects",
     "Problems": "ucformat.torch.loading.match",
+    "Published": "ucformat.torch.publishing.publish",
+    "Publisher": "ucformat.torch.publishing.publish",
     "Reader": "ucformat.engines.pytorch.dcp_reader",
     "Rng": "ucformat.torch.state.objects",
     "SaveHandle": "ucformat.torch.saving.background",
     "Saved": "ucformat.torch.saving.save",
+    "Subscription": "ucformat.torch.publishing.subscribe",
+    "Update": "ucformat.torch.publishing.subscribe",
     "Writer": "ucformat.engines.pytorch.dcp_writer",
     "async_save": "ucformat.torch.saving.asynchronous",
     "certify": "ucformat.torch.loading.certify",
     "fingerprint": "ucformat.torch.state.fingerprint",
     "load": "ucformat.torch.loading.load",
     "load_into": "ucformat.torch.loading.load_into",
+    "publish": "ucformat.torch.publishing.publish",
     "save": "ucformat.torch.saving.save",
     "state_dict": "ucformat.torch.loading.load",
+    "subscribe": "ucformat.torch.publishing.subscribe",
 }
 
 if find_spec("torch") is None:

@@ -133,9 +133,18 @@ def certify(
 
 
 def certify_state(
-    state: Mapping[str, Any], ck: Checkpoint, ranks: Group, options: LoadOptions
+    state: Mapping[str, Any],
+    ck: Checkpoint,
+    ranks: Group,
+    options: LoadOptions,
+    *,
+    record: bool = True,
 ) -> Certificate:
-    """Compare what the ranks of a group hold; see `certify`."""
+    """Compare what the ranks of a group hold; see `certify`.
+
+    Args:
+        record: the certificate in the catalog.
+    """
     begun = time.monotonic()
     with ranks.sharing_errors():
         aligned = align(state, ck, ranks, options, to_fill=False)
@@ -155,7 +164,7 @@ def certify_state(
             optimizer=aligned.has_optimizer,
             asked=aligned.entries,
         )
-    return certify_local(live, ck, ranks, options, names, begun)
+    return certify_local(live, ck, ranks, options, names, begun, record=record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +200,8 @@ def certify_local(
     options: LoadOptions,
     names: Mapping[str, str],
     begun: float,
+    *,
+    record: bool = True,
 ) -> Certificate:
     """Compare what this rank and the others of a group hold; see `certify`."""
     ck = ck.with_lossy()  # which is compared, and not taken
@@ -219,7 +230,7 @@ def certify_local(
             f"no rank has anything in its state that could be compared with {ck.url}",
             hint="pass the state that training goes on from",
         )
-    if not ranks.rank:
+    if record and not ranks.rank:
         record_certificate(ck, certificate.document(), ok=bool(certificate))
     return certificate
 

@@ -44,7 +44,7 @@ from ucformat.torch.loading.match import (
     stored_names,
 )
 from ucformat.torch.loading.read import ReadAmount, read
-from ucformat.torch.loading.share import AnotherRankFailed, open_together, read_shared
+from ucformat.torch.loading.share import AnotherRankFailed, Fill, open_together, read_shared
 from ucformat.torch.state.local import LocalShard, mesh_of
 from ucformat.torch.state.memory import dtype_name, torch_dtype
 
@@ -151,29 +151,42 @@ def load(
         ck = open_together(url, ranks)
         with ranks.sharing_errors():
             options = LoadOptions.of(strict, arguments)
-            aligned = align(state, ck, ranks, options)
-            collected = aligned.collected
-
-        def set_values() -> None:
-            aligned.objects.put()
-            aligned.groups.put()
-            for finish in collected.finish:
-                finish()
-
-        targets = LoadTargets(
-            aligned.targets,
-            aligned.aliases,
-            aligned.problems,
-            set_values,
-            mesh_of(collected.tensors.values()),
-            stateful=len(aligned.groups.missing) < sum(map(len, collected.groups.values())),
-            optimizer=aligned.has_optimizer,
-            asked=aligned.entries,
-        )
-        report = load_local(targets, ck, ranks, options, aligned.recorded.names)
+        report = load_state(state, ck, ranks, options)
         if not options.certify:
             return report
         return replace(report, certificate=certify_state(state, ck, ranks, options).checked())
+
+
+def load_state(
+    state: Mapping[str, Any],
+    ck: Checkpoint,
+    ranks: Group,
+    options: LoadOptions,
+    fill: Fill = read_shared,
+) -> LoadReport:
+    """Fill a training state, together with the other ranks of a group; see `load`."""
+    with ranks.sharing_errors():
+        aligned = align(state, ck, ranks, options)
+        collected = aligned.collected
+
+    def set_values() -> None:
+        aligned.objects.put()
+        aligned.groups.put()
+        for finish in collected.finish:
+            finish()
+
+    targets = LoadTargets(
+        aligned.targets,
+        aligned.aliases,
+        aligned.problems,
+        set_values,
+        mesh_of(collected.tensors.values()),
+        stateful=len(aligned.groups.missing) < sum(map(len, collected.groups.values())),
+        optimizer=aligned.has_optimizer,
+        asked=aligned.entries,
+        fill=fill,
+    )
+    return load_local(targets, ck, ranks, options, aligned.recorded.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +201,7 @@ class LoadTargets:
         stateful: whether more than parameters is loaded.
         optimizer: whether the state has an optimizer.
         asked: the entries of the saved state that are asked for (None: all).
+        fill: fills the tensors, as `read_shared` does.
     """
 
     tensors: Sequence[LocalShard]
@@ -198,6 +212,7 @@ class LoadTargets:
     stateful: bool = False
     optimizer: bool = False
     asked: Sequence[str] | None = None
+    fill: Fill = read_shared
 
 
 _DEFAULTS = LoadOptions()
@@ -271,7 +286,7 @@ def load_local(
             else group_of(broadcast_group, ranks.timeout, f"share {ck.url}")
         )
         with consistent():
-            amount = read_shared(ck, matched, share, broadcast_group, reading)
+            amount = targets.fill(ck, matched, share, broadcast_group, reading)
             check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
         targets.then()
     # the next collective raises the error of that rank

@@ -171,12 +171,16 @@ def parts_of(ck: Checkpoint, m: Matched) -> Iterator[Matched]:
     """
     for piece in m.target.pieces:
         for box in _cut(ck, m.stored, piece):
-            start = sum(
-                (a - b) * s
-                for a, b, s in zip(box.start, piece.box.start, piece.strides, strict=True)
-            )
-            part = Piece(box, piece.offset + start, piece.strides)
-            yield Matched(replace(m.target, pieces=(part,)), m.stored)
+            yield part_of(m, piece, box)
+
+
+def part_of(m: Matched, piece: Piece, box: Box) -> Matched:
+    """Return the part of a target that is a box in one of its pieces."""
+    start = sum(
+        (a - b) * s for a, b, s in zip(box.start, piece.box.start, piece.strides, strict=True)
+    )
+    part = Piece(box, piece.offset + start, piece.strides)
+    return Matched(replace(m.target, pieces=(part,)), m.stored)
 
 
 def _cut(ck: Checkpoint, stored: TensorInfo, piece: Piece) -> Iterator[Box]:

@@ -43,7 +43,7 @@ from ucformat.torch.state.elements import SharedMemory, SharedRange, map_range
 from ucformat.torch.state.memory import keep_current_device, synchronize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from ucformat.reading.execute import ReadOptions
     from ucformat.storage.base import Store
@@ -167,13 +167,18 @@ class _Opened:
     answers: Mapping[StoreCall, Answer]
 
 
-def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Checkpoint:
+def open_together(
+    place: str | PathLike[str] | Checkpoint, ranks: Group, known: Collection[str] = ()
+) -> Checkpoint:
     """Open a checkpoint on all ranks, which call this together.
 
     If all ranks name the same place, rank 0 alone looks it up in the catalog and reads the
     manifest, the sidecar and the objects, or what tells the structure of a foreign checkpoint, and
     the others get what it has read. So a job makes as many requests as one process, and all ranks
     open the same checkpoint even if another one is committed meanwhile.
+
+    Args:
+        known: the ids of bases of which nothing will be read.
     """
     place_name = None if isinstance(place, Checkpoint) else path_text(place)
     if isinstance(place, PathLike) and not Path(place).is_absolute():
@@ -185,7 +190,7 @@ def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Chec
         if common_name is None:
             return None
         answers: dict[StoreCall, Answer] = {}
-        checkpoint, url = _open(common_name, answers)
+        checkpoint, url = _open(common_name, answers, known)
         return _Opened(url, answers)
 
     if ranks.size == 1:
@@ -196,7 +201,7 @@ def open_together(place: str | PathLike[str] | Checkpoint, ranks: Group) -> Chec
         if opened is None:
             checkpoint = place if isinstance(place, Checkpoint) else open_reference(place)
         elif ranks.rank:
-            checkpoint, _ = _open(opened.place, dict(opened.answers))
+            checkpoint, _ = _open(opened.place, dict(opened.answers), known)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = error
     ranks.combine(failure)
@@ -208,11 +213,15 @@ def _if_equal(a: str | None, b: str | None) -> str | None:
     return a if a == b else None
 
 
-def _open(place: str, answers: dict[StoreCall, Answer]) -> tuple[Checkpoint, str]:
-    return read_consistently(lambda: _read_documents(place, answers), optimistic=False)
+def _open(
+    place: str, answers: dict[StoreCall, Answer], known: Collection[str]
+) -> tuple[Checkpoint, str]:
+    return read_consistently(lambda: _read_documents(place, answers, known), optimistic=False)
 
 
-def _read_documents(place: str, answers: dict[StoreCall, Answer]) -> tuple[Checkpoint, str]:
+def _read_documents(
+    place: str, answers: dict[StoreCall, Answer], known: Collection[str]
+) -> tuple[Checkpoint, str]:
     stores: list[RememberingStore] = []
 
     def watch(store: Store) -> RememberingStore:
@@ -223,7 +232,7 @@ def _read_documents(place: str, answers: dict[StoreCall, Answer]) -> tuple[Check
     # what every load needs, read here so that the answers include it
     _ = ck.objects, ck.id
     if ck.universal is not None:
-        ck.universal.read_documents()
+        ck.universal.read_documents(known)
     for store in stores:
         store.forget_bytes()
     return ck, url
@@ -281,6 +290,20 @@ class _Exchange(Protocol):
 
     def fill(self, number: int, shared: Sequence[_Shared]) -> None:
         """Fill the targets of a round, all of which has been read."""
+
+
+class Fill(Protocol):
+    """Fills targets, together with the other ranks."""
+
+    def __call__(
+        self,
+        ck: Checkpoint,
+        matched: Sequence[Matched],
+        ranks: Group,
+        replicas: dist.ProcessGroup | None,
+        options: ReadOptions,
+    ) -> ReadAmount:
+        """See `read_shared`."""
 
 
 def read_shared(

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
+    from ucformat.schema.manifest import Manifest
+
 _FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 
 
@@ -122,6 +124,11 @@ def list_steps(root: str) -> RunContents:
 def read_step(url: str, step: int | None = None) -> RunStep:
     """Read the checkpoint of a step from its manifest, which tells the step if it is not known."""
     manifest, _ = read_manifest(open_store(url))
+    return described_step(url, manifest, step)
+
+
+def described_step(url: str, manifest: Manifest, step: int | None = None) -> RunStep:
+    """The checkpoint of a step as its manifest describes it; see `read_step`."""
     launch = manifest.launch
     return RunStep(
         url,
