@@ -240,6 +240,20 @@ def test_copies_beside_each_other_share_the_base(tmp_path: Path, catalog: Catalo
     assert dependents_at(open_store(a.url), a.id) == ()
 
 
+def test_a_copy_is_not_put_where_it_would_read_its_base(tmp_path: Path) -> None:
+    a = put(tmp_path / "run" / "1", model())
+    b = put(tmp_path / "run" / "2", model("lora", seed=1), a)
+    c = put(tmp_path / "run" / "3", model("lora", "count", seed=2), b)
+    c = put(tmp_path / "run" / "4", model("lora", "count", seed=2), c)
+    for place in ("1", "3"):
+        with pytest.raises(UsageError, match="the copy would read the checkpoint"):
+            ucformat.copy(c, tmp_path / "backup" / place, with_bases=True)
+    put(tmp_path / "backup" / "1", model())
+    with pytest.raises(Conflict, match="is the place of another checkpoint"):
+        ucformat.copy(c, tmp_path / "backup" / "4", with_bases=True)
+    assert [place.name for place in (tmp_path / "backup").iterdir()] == ["1"]
+
+
 # --- what is not read
 
 
