@@ -254,6 +254,21 @@ def test_a_copy_is_not_put_where_it_would_read_its_base(tmp_path: Path) -> None:
     assert [place.name for place in (tmp_path / "backup").iterdir()] == ["1"]
 
 
+def test_thinning_leaves_what_is_stored_in_a_base_there(root: str, catalog: Catalog) -> None:
+    a = put(f"{root}/run/1", model())
+    arrays = model("lora", seed=1)
+    b = put(f"{root}/run/2", arrays, a)
+    left = ucformat.thin(b.url, "exp_avg")
+    del arrays["lora", "exp_avg"]
+    assert is_read(left, arrays)
+    assert ucformat.verify(left.url)
+    assert own_files(left) == {"lora"}
+    assert dependents_at(open_store(a.url), a.id) == (left.id,)
+    catalog.record(a.manifest, a.url)
+    with pytest.raises(PermissionDenied, match=f"needed by {left.id}"):
+        catalog.delete(a.id)
+
+
 # --- what is not read
 
 
