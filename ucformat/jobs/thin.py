@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import Conflict, UcformatError, UnsupportedError, UsageError
 from ucformat.exporters.base import weights_of
-from ucformat.format.commit import abandon, begin, commit, give_up, settle
+from ucformat.format.commit import abandon, announce, begin, commit, give_up, settle
 from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import encode
 from ucformat.format.structure import MOUNT, find_manifest
@@ -213,6 +213,7 @@ def keep_tensors(
     dropped = [info for info in source.tensors.values() if info.key not in keep]
     if not dropped:
         settle(store)
+        announce(store.url, source.manifest)  # its writer may have been killed before it did
         return source
     if not infos:
         raise UsageError(
