@@ -316,6 +316,8 @@ def test_a_base_elsewhere_must_be_allowed(
     moved_base(b, str(tmp_path / "elsewhere"))
     with pytest.raises(UnsafeError, match="reading files there is not allowed"):
         ucformat.open(b.url)["frozen"].read()
+    with pytest.raises(UnsafeError, match="reading files there is not allowed"):
+        ucformat.verify(b.url)  # which does not say that it is damaged
     assert ucformat.open(b.url, roots=tmp_path)["frozen"].read().size
     # a link leads elsewhere, too
     moved_base(b, "../1")
