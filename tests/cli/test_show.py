@@ -348,3 +348,8 @@ def test_it_says_what_was_encoded_with_loss(run: Run, tmp_path: Path) -> None:
     export = ("export", "npz", place, tmp_path / "a.npz", "--state", "exp_avg")
     assert "--lossy" in run(*export, code=6).stderr
     run(*export, "--lossy")
+    exact, encoded = tmp_path / "exact", tmp_path / "encoded"
+    save({"optimizer": optimizer}, exact)
+    run("convert", exact, encoded, "--encode", "exp_avg=adaptive:2")
+    assert object_of(run("show", encoded, "--json").stdout)["lossy"] == [found]
+    assert "PATTERN=ENCODING" in run("convert", exact, encoded, "--encode", "x", code=2).stderr

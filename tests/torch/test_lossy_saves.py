@@ -14,7 +14,9 @@ import ucformat
 import ucformat.torch
 from tests.torch.ranks import Ranks
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError
+from ucformat.format import arrays
 from ucformat.geometry.tensor import Key
+from ucformat.jobs import patch_files
 from ucformat.jobs.compare import compare
 from ucformat.schema.manifest import LOSSY
 from ucformat.torch import Manager, load, save
@@ -137,6 +139,44 @@ def test_marks_stay_with_the_values(trained: Training, tmp_path: Path) -> None:
     assert viewed.lossy[Key("a", "exp_avg")] == ck.lossy[Key("0.weight", "exp_avg")]
     with pytest.raises(UnsupportedError, match="exp_avg"):
         ucformat.average([ck, tmp_path / "copied"], tmp_path / "average", states=["exp_avg"])
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.front("False")
+def test_a_conversion_encodes_like_a_save(
+    many: bool,
+    trained: Training,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if many:  # small tensors are packed, and files have several tiles
+        monkeypatch.setattr(arrays, "MOST_SMALL_ARRAYS", 3)
+        monkeypatch.setattr(patch_files, "FILE_BYTES", 1 << 12)
+    save(trained.state, tmp_path / "exact")
+    exact = ucformat.open(tmp_path / "exact")
+    encode = {"exp_avg": "int8-blockwise", "exp_avg_sq": "adaptive:100"}
+    ck = ucformat.convert(exact, tmp_path / "lossy", encode=encode)
+    save(trained.state, tmp_path / "saved", form="packed", encode=encode)
+    assert dict(ck.lossy) == dict(ucformat.open(tmp_path / "saved").lossy)
+    assert {key.state for key in ck.lossy} == {*encode}
+    assert ucformat.verify(ck.url)
+    assert ck.manifest.verified is not None
+    for key in exact.tensors:
+        if key not in ck.lossy:
+            assert (ck[key].read() == exact[key].read()).all()
+            assert ck[key].fingerprint == exact[key].fingerprint
+    allowed = ck.with_lossy()
+    for key, loss in ck.lossy.items():
+        wrong = np.abs(allowed[key].read() - exact[key].read()).max()
+        assert 0.99 * loss.absolute <= wrong <= loss.absolute
+    resumed = Training(1)
+    load(resumed.state, ck, lossy=True, certify=True)
+    with pytest.raises(UsageError, match="encoded with loss already"):
+        ucformat.convert(ck, tmp_path / "twice", encode=encode)
+    with pytest.raises(UsageError, match="no state fits"):
+        ucformat.convert(exact, tmp_path / "twice", encode={"exp_av": "int8-blockwise"})
+    with pytest.raises(UsageError, match="beside safetensors"):
+        ucformat.convert(exact, tmp_path / "twice", encode=encode, weights="safetensors")
 
 
 def test_what_is_saved_after_a_lossy_base_is_exact(trained: Training, tmp_path: Path) -> None:

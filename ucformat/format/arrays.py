@@ -346,7 +346,7 @@ SMALL_BYTES = 256 << 10
 MOST_SMALL_ARRAYS = 1000
 
 # beside the folders of states
-_PACKED_NAME = re.compile(r"(?:rank|small)-[0-9]+\.bin|extents\.safetensors", re.IGNORECASE)
+_PACKED_NAME = re.compile(r"(?:rank|small|tiles)-[0-9]+\.bin|extents\.safetensors", re.IGNORECASE)
 
 
 def is_small(info: TensorInfo) -> bool:

@@ -26,6 +26,7 @@ from ucformat.exporters.base import weights_of
 from ucformat.format.arrays import grid_doc, put_array, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.digest import check_values
+from ucformat.format.lossy_states import check_fits, lossy_codec
 from ucformat.format.objects import copy_per_rank, put_objects
 from ucformat.format.universal import Universal, group_docs, marked, paths_of
 from ucformat.geometry.tensor import Key
@@ -33,6 +34,7 @@ from ucformat.jobs.compare import spread_of
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.increments import NO_REFERENCES, References, find_references
 from ucformat.jobs.inputs import Input, joined
+from ucformat.jobs.patch_files import TilesJob, TilesPlan
 from ucformat.jobs.record import lineage_from, record_commits, step_in_name
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
     from ucformat.format.arrays import StoredArray
     from ucformat.format.commit import Attempt
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.jobs.patch_files import PatchJob
     from ucformat.storage.base import Store
 
 __all__ = ["convert", "put_others", "write"]
@@ -87,6 +88,7 @@ def convert(
     weights: Literal["safetensors"] | None = None,
     base: str | PathLike[str] | Checkpoint | None = None,
     codec: Literal["blosc"] | None = None,
+    encode: Mapping[str, str] | None = None,
     verify: bool = True,
     on: str = "threads",
     progress: Callable[[int, int], None] | None = None,
@@ -132,6 +134,8 @@ def convert(
             read to compare them. With `weights`, these are always written.
         codec: `blosc` compresses the chunks of arrays, without loss (default: they are stored as
             they are). Safetensors files are not compressed.
+        encode: encode states of optimizers with loss, as `ucformat.torch.save` does (default: no).
+            They, and small tensors that are packed, are in files of tiles beside the arrays.
         verify: compare the bytes that are read with the checksums in the source's files (CRC-32 of
             zip records, CRC-32C of chunks). The manifest's `verified` lists the tensors of which
             all bytes were compared.
@@ -155,7 +159,8 @@ def convert(
         PermissionDenied: with `virtual` and without `unprotected`, nothing can be written beside
             the source's files.
         UsageError: `checksums` or `unprotected` without `virtual`, or `virtual` with a size of
-            chunks or shards, with `base`, `codec` or `weights`; or `weights` of a checkpoint without
+            chunks or shards, with `base`, `codec`, `encode` or `weights`; `encode` with `weights`,
+            or of states that there are not, or were encoded with loss already; or `weights` of a checkpoint without
             weights.
     """
     source = src if isinstance(src, Checkpoint) else open_reference(src)
@@ -165,10 +170,13 @@ def convert(
         "the checkpoint",
     )
     where = Where.parse(on)
-    options = WriteOptions(chunk_bytes, shard_bytes, workers, progress, verify, where, codec)
+    options = WriteOptions(
+        *(chunk_bytes, shard_bytes, workers, progress, verify, where, codec), encode or {}
+    )
     infos = chosen(source, None if states is None else as_strings(states))
     _check_virtual(options, virtual=virtual, checksums=checksums, unprotected=unprotected)
     _check_weights(source, infos, weights, virtual=virtual)
+    encoded = _encoded(source, infos, options, weights)
     references = NO_REFERENCES
     if base is not None:
         if virtual:
@@ -195,15 +203,19 @@ def convert(
         references.protect(str(attempt.keeps))
         if placed is None:
             files = plan_files(source, infos, attempt.id, weights)
-            file_tensors = {} if files is None else files.tensors
-            arrays = ShardJob(
-                source, store, attempt.id, [i for i in infos if i.key not in file_tensors], options
-            )
-            in_files = (
-                None
-                if files is None
-                else partial(WeightsJob, source, store, attempt.id, infos, files, options, weights)
-            )
+            in_files: Callable[[], WeightsJob | TilesJob] | None = None
+            file_tensors = set() if files is None else {*files.tensors}
+            if encoded:
+                file_tensors |= encoded
+                keys = [i.key for i in infos if i.key not in file_tensors]
+                tiles = TilesPlan(infos, {}, {}, keys)
+                in_files = partial(TilesJob, source, None, store, attempt.id, tiles, options)
+            elif files is not None:
+                in_files = partial(
+                    WeightsJob, source, store, attempt.id, infos, files, options, weights
+                )
+            others = [i for i in infos if i.key not in file_tensors]
+            arrays = ShardJob(source, store, attempt.id, others, options)
             manifest, recorded = write(arrays, attempt, in_files, references)
         else:
             recorded = False
@@ -293,6 +305,31 @@ def _write_virtual(
     return manifest.with_sidecar(sidecar, requires).model_copy(update=own)
 
 
+def _encoded(
+    source: Checkpoint,
+    infos: Sequence[TensorInfo],
+    options: WriteOptions,
+    weights: str | None,
+) -> set[Key]:
+    """The tensors that are encoded with loss."""
+    if not options.encode:
+        return set()
+    if weights is not None:
+        raise UsageError(
+            "states that are encoded with loss cannot be beside safetensors files",
+            hint="leave out one of encode and weights",
+        )
+    check_fits(options.encode, {info.state for info in infos})
+    keys = {i.key for i in infos if lossy_codec(options.encode, i) is not None}
+    if again := sorted(keys & source.metadata.lossy.keys()):
+        raise UsageError(
+            f"{first_names(again, _MAX_NAMED)} were encoded with loss already, and nothing would tell "
+            "both errors",
+            hint="convert them without encode, or encode what was saved without loss",
+        )
+    return keys
+
+
 def _check_virtual(
     options: WriteOptions, *, virtual: bool, checksums: bool, unprotected: bool
 ) -> None:
@@ -307,7 +344,7 @@ def _check_virtual(
         raise UsageError(
             "a virtual checkpoint is written by one process: its bytes stay where they are"
         )
-    if virtual and (options.chunk_bytes or options.shard_bytes or options.codec):
+    if virtual and (options.chunk_bytes or options.shard_bytes or options.codec or options.encode):
         raise UsageError(
             "a virtual checkpoint has no chunks and shards: its bytes stay as and where they are"
         )
@@ -357,7 +394,7 @@ def chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo]
 def write(
     job: ShardJob,
     attempt: Attempt,
-    in_files: Callable[[], WeightsJob | PatchJob] | None = None,
+    in_files: Callable[[], WeightsJob | TilesJob] | None = None,
     references: References = NO_REFERENCES,
 ) -> tuple[Manifest, bool]:
     """Write tensors, and everything else of a checkpoint.
@@ -417,7 +454,7 @@ def write(
 
 
 def _run_tasks(
-    tasks: ShardJob | WeightsJob | PatchJob, job: ShardJob, attempt: Attempt, before: int = 0
+    tasks: ShardJob | WeightsJob | TilesJob, job: ShardJob, attempt: Attempt, before: int = 0
 ) -> bool:
     """Run the tasks of a job, which come after so many bytes of the job of the arrays."""
     options = job.options

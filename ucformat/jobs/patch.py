@@ -18,7 +18,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.jobs.convert import chosen, step_of, warn_of_unread, write
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.increments import find_references
-from ucformat.jobs.patch_files import PatchJob, PatchPlan
+from ucformat.jobs.patch_files import TilesJob, TilesPlan
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.jobs.where import JobArguments, Where
 from ucformat.references import open_reference
@@ -128,14 +128,14 @@ class Patch:
         plan = plan_document(self.source, self.infos, self.options)
         return {**plan, **self.references.plan, "patch": self.base.id, "patched": keys}
 
-    def job(self, store: Store, attempt: str) -> PatchJob:
+    def job(self, store: Store, attempt: str) -> TilesJob:
         """The job that writes its files."""
         referenced, patched = (
             {Key(doc.name, doc.state): doc for doc in docs}
             for docs in (self.references.tensors, self.references.patched)
         )
-        plan = PatchPlan(self.infos, referenced, patched)
-        return PatchJob(self.source, self.base, store, attempt, plan, self.options)
+        plan = TilesPlan(self.infos, referenced, patched)
+        return TilesJob(self.source, self.base, store, attempt, plan, self.options)
 
     def write(self, store: Store, attempt: Attempt) -> tuple[Manifest, bool]:
         """Write it, as `jobs.convert.write`, after its bases are told that they are needed."""

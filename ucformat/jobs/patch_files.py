@@ -1,4 +1,4 @@
-"""The packed files of a patch, as tasks: each is written tile by tile, with an index at the end.
+"""Packed files of patches, and of states that are encoded with loss, as tasks: tile by tile, with an index at the end.
 
 Where the tiles are in the plain files is a pure function of the tensors, so all writers agree on it. How each is
 stored, whichever is smallest, follows from its bytes and those of the base.
@@ -6,6 +6,7 @@ stored, whichever is smallest, follows from its bytes and those of the base.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -15,8 +16,15 @@ from ucformat.format.chunking import CHECKSUM_BYTES, Grid, Tiling
 from ucformat.format.described import ALIGNMENT
 from ucformat.format.encoding import encode_tile
 from ucformat.format.extents import put_sidecar
+from ucformat.format.lossy_states import (
+    bound_of,
+    larger,
+    lossy_codec,
+    packed_losses,
+    unpacked_loss,
+)
 from ucformat.format.sidecar import encode_columns, tiled_columns
-from ucformat.format.tile_index import TileIndexWriter, encode
+from ucformat.format.tile_index import TileIndexWriter, encode, encode_quantized
 from ucformat.geometry.box import Box, bounding_box, row_major
 from ucformat.geometry.fingerprint import (
     NO_ELEMENTS,
@@ -34,17 +42,20 @@ from ucformat.jobs.reopen import reopen, spec_of
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import WriteOptions, plan_spec, planned_of
 from ucformat.jobs.tasks import job_name
+from ucformat.reading.dtypes import numpy_dtype
 from ucformat.schema.manifest import CODECS, PATCHES, SidecarDoc, VerifiedDoc
 from ucformat.schema.tensors import BLOSC, TILES, TensorDoc, TensorTable
 from ucformat.storage.upload import unit_for
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.format.lossy_states import Loss
+    from ucformat.format.tile_index import EncodedTile
     from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.finished import SumPart
@@ -70,6 +81,11 @@ class PlacedBox(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of its elements."""
         return self.box.size * self.info.itemsize
+
+    def fingerprint(self, octets: NDArray[np.uint8]) -> Sums:
+        """Its part in the fingerprint of its tensor, from its bytes."""
+        elements = octets.view(f"V{self.info.itemsize}").reshape(self.box.shape)
+        return fingerprint_of(elements, self.info.shape, self.box)
 
 
 def place_boxes(infos: Sequence[TensorInfo]) -> list[list[PlacedBox]]:
@@ -114,34 +130,37 @@ def _batches(boxes: Sequence[PlacedBox]) -> Iterator[list[tuple[int, PlacedBox]]
 
 
 @dataclass(frozen=True, slots=True)
-class PatchPlan:
-    """What a patch is made of.
+class TilesPlan:
+    """What is stored in tiles.
 
     Attributes:
         infos: all tensors of the new checkpoint, in order.
         referenced: those of them of which nothing is stored, as the manifest has them.
         bases: the tensors of which the others are patches, with the number of the base that stores each; a tensor
             that has none is compressed.
+        arrays: those that another job stores.
     """
 
     infos: Sequence[TensorInfo]
     referenced: Mapping[Key, TensorDoc]
     bases: Mapping[Key, TensorDoc]
+    arrays: Collection[Key] = ()
 
     @property
     def stored(self) -> list[TensorInfo]:
         """The tensors of which tiles are stored."""
-        return [info for info in self.infos if info.key not in self.referenced]
+        others = {*self.referenced, *self.arrays}
+        return [info for info in self.infos if info.key not in others]
 
 
-class PatchJob(RecordedJob):
-    """Writes the packed files of a patch.
+class TilesJob(RecordedJob):
+    """Writes packed files whose tiles are patches, encoded with loss as the options say, or compressed.
 
     The bytes of the base are compared with their checksums in any case: a patch of damaged bytes could not be
     applied to whole ones.
 
     Args:
-        base: the checkpoint that has the tensors in `plan.bases`.
+        base: the checkpoint that has the tensors in `plan.bases`; None if there are none.
     """
 
     kind = "patch"
@@ -150,10 +169,10 @@ class PatchJob(RecordedJob):
     def __init__(
         self,
         source: Checkpoint,
-        base: Checkpoint,
+        base: Checkpoint | None,
         store: Store,
         attempt: str,
-        plan: PatchPlan,
+        plan: TilesPlan,
         options: WriteOptions,
     ) -> None:
         self.source, self.base, self.store, self.attempt = source, base, store, attempt
@@ -163,8 +182,10 @@ class PatchJob(RecordedJob):
         self.count = len(self.files)
         self.finished = set()
         self._sums: dict[Key, Sums] = {info.key: NO_ELEMENTS for info in plan.stored}
+        self._losses: dict[Key, Loss] = {}
         self._bare: set[Key] = set()
-        self.inputs = [Input(source, verify=options.verify), Input(base, verify=True)]
+        bases = () if base is None else (Input(base, verify=True),)
+        self.inputs = [Input(source, verify=options.verify), *bases]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for input_ in self.inputs:
@@ -173,7 +194,7 @@ class PatchJob(RecordedJob):
 
     def key(self, task: int) -> str:
         """The key of a file."""
-        return f"data/{self.attempt}/patch-{task:05}.bin"
+        return f"data/{self.attempt}/tiles-{task:05}.bin"
 
     def nbytes(self, task: int) -> int:
         """See Job."""
@@ -189,7 +210,13 @@ class PatchJob(RecordedJob):
             ]
             for docs in (self.plan.referenced, self.plan.bases)
         ]
-        return {"job": job_name(self), "base": spec_of(self.base), "docs": tensors, **plan}
+        return {
+            "job": job_name(self),
+            "base": None if self.base is None else spec_of(self.base),
+            "docs": tensors,
+            "arrays": [tuple(key) for key in self.plan.arrays],
+            **plan,
+        }
 
     @classmethod
     def of_spec(cls, spec: Mapping[str, Any]) -> Self:
@@ -208,24 +235,29 @@ class PatchJob(RecordedJob):
             }
             for docs in spec["docs"]
         )
-        plan = PatchPlan(infos, referenced, bases)
+        plan = TilesPlan(infos, referenced, bases, [Key(*key) for key in spec["arrays"]])
         store = open_store(spec["store"])
-        return cls(source, reopen(spec["base"]), store, spec["attempt"], plan, options)
+        base = None if spec["base"] is None else reopen(spec["base"])
+        return cls(source, base, store, spec["attempt"], plan, options)
 
     def run(self, task: int) -> tuple[TaskDoc, Sequence[Sequence[SumPart]]]:
         """See Job."""
         key = self.key(task)
-        of_source, of_base = self.inputs
-        with of_source.task() as read, of_base.task() as read_of_base:
+        with ExitStack() as noting:
+            read = [noting.enter_context(input_.task()) for input_ in self.inputs]
             sums, bare = self._write(key, self.files[task])
-        done = TaskDoc.of(task, self.store.info(key), sums, bare=bare)
-        return done, (read, read_of_base)
+        return TaskDoc.of(task, self.store.info(key), sums, bare=bare), read
 
     def _write(self, key: str, boxes: Sequence[PlacedBox]) -> tuple[bytes, bool]:
-        """Write a file; returns the fingerprints of its boxes, and whether bytes of the source have no checksum."""
-        of_source, of_base = self.inputs
+        """Write a file.
+
+        Returns:
+            The fingerprints of its boxes, then their losses, and whether bytes of the source have no checksum.
+        """
+        of_source, *of_base = self.inputs
         index, bare = TileIndexWriter(key), False
         sums: list[tuple[int, Sums]] = []
+        losses: list[tuple[int, Loss]] = []
         plain = boxes[-1].offset + boxes[-1].tiling.nbytes(boxes[-1].box)
         with self.store.create(key, unit_for(plain)) as out:
             for batch in _batches(boxes):
@@ -233,24 +265,34 @@ class PatchJob(RecordedJob):
                 memories, covered = _read(of_source, tiles)
                 bare |= not covered
                 patched = [tile for tile in tiles if tile.info.key in self.plan.bases]
-                base_of = dict(zip(patched, _read(of_base, patched)[0], strict=True))
+                base_memories = [m for base in of_base for m in _read(base, patched)[0]]
+                base_of = dict(zip(patched, base_memories, strict=True))
                 stored: list[Bytes] = []
                 for (number, tile), memory in zip(batch, memories, strict=True):
-                    info, base = tile.info, base_of.get(tile)
-                    elements = memory.view(f"V{info.itemsize}").reshape(tile.box.shape)
-                    fingerprint = fingerprint_of(elements, info.shape, tile.box)
-                    sums.append((number, fingerprint))
-                    encoded = encode(
-                        *(key, tile.offset, memory.data, info.itemsize, fingerprint, BLOSC),
-                        patched=None
-                        if base is None
-                        else encode_tile(memory.data, info.itemsize, base.data),
-                        number=0 if base is None else self.plan.bases[info.key].base or 0,
-                    )
+                    encoded = self._encoded(key, tile, memory, base_of.get(tile))
+                    sums.append((number, encoded.fingerprint))
+                    if encoded.loss is not None:
+                        losses.append((number, encoded.loss))
                     stored += (encoded.payload, index.add(tile.offset, encoded))
                 out.write(b"".join(stored))
             out.write(index.encode(plain))
-        return packed_sums(sums, len(boxes)), bare
+        return packed_sums(sums, len(boxes)) + packed_losses(losses, len(boxes)), bare
+
+    def _encoded(
+        self, key: str, tile: PlacedBox, memory: NDArray[np.uint8], base: NDArray[np.uint8] | None
+    ) -> EncodedTile:
+        info = tile.info
+        if (lossy := lossy_codec(self.options.encode, info)) is not None:
+            elements = memory.view(numpy_dtype(info.dtype)).reshape(tile.box.shape)
+            if (quantized := lossy.quantize(elements)) is not None:
+                fingerprint = tile.fingerprint(quantized.octets)
+                return encode_quantized(key, tile.offset, quantized, fingerprint)
+        return encode(
+            *(key, tile.offset, memory.data, info.itemsize, tile.fingerprint(memory)),
+            BLOSC if self.base is not None else self.options.codec or "raw",
+            patched=None if base is None else encode_tile(memory.data, info.itemsize, base.data),
+            number=0 if base is None else self.plan.bases[info.key].base or 0,
+        )
 
     def record(self, results: Mapping[int, Any]) -> str:
         """See Job."""
@@ -268,13 +310,16 @@ class PatchJob(RecordedJob):
         for task in doc.tasks:
             if task.task in self.finished or task.task >= self.count:
                 continue
-            boxes, sums = self.files[task.task], unpacked_sums(bytes.fromhex(task.digests))
-            if task.file != self.key(task.task) or len(sums) != len(boxes):
+            boxes, pairs = self.files[task.task], unpacked_sums(bytes.fromhex(task.digests))
+            if task.file != self.key(task.task) or len(pairs) != 2 * len(boxes):
                 continue  # a record of something else: the file is written again
             self.finished.add(task.task)
-            for placed, part in zip(boxes, sums, strict=True):
+            sums, losses = pairs[: len(boxes)], map(unpacked_loss, pairs[len(boxes) :])
+            for placed, part, loss in zip(boxes, sums, losses, strict=True):
                 key = placed.info.key
                 self._sums[key] = total((self._sums[key], part))
+                if loss is not None:
+                    self._losses[key] = larger(loss, self._losses.get(key, loss))
                 if task.bare:
                     self._bare.add(key)
         for n, input_ in enumerate(self.inputs):
@@ -291,22 +336,28 @@ class PatchJob(RecordedJob):
             if input_.verifier is not None:
                 workers = self.options.workers or workers_for(input_.checkpoint.store)
                 input_.verifier.complete(workers)
-        docs = {info.key: self._doc(info) for info in self.infos}
+        infos = [info for info in self.infos if info.key not in {*self.plan.arrays}]
+        docs = {info.key: self._doc(info) for info in infos}
         verifier = self.inputs[0].verifier
         if verifier is None:
             return docs, VerifiedDoc(default=False)
-        return docs, verifier.described(self.infos, self._bare.union(self.plan.referenced))
+        return docs, verifier.described(infos, self._bare.union(self.plan.referenced))
 
     def _doc(self, info: TensorInfo) -> TensorDoc:
         if (referenced := self.plan.referenced.get(info.key)) is not None:
             return referenced
-        base = self.plan.bases.get(info.key)
+        if info.key in self.plan.arrays:
+            return TensorDoc(*info.key, info.dtype, info.shape)
+        base, loss = self.plan.bases.get(info.key), self._losses.get(info.key)
+        codec = None if loss is None else lossy_codec(self.options.encode, info)
         return TensorDoc(
             *(info.name, info.state, info.dtype if base is None else base.dtype, info.shape),
             itemsize=None if base is None else base.itemsize,
             fingerprint=text_of(self._sums[info.key]),
             codec=TILES,
             base=None if base is None else base.base,
+            lossy=None if codec is None else codec.name,
+            bound=None if loss is None else bound_of(loss),
         )
 
     def put_sidecar(self) -> tuple[SidecarDoc | None, tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -13,6 +13,7 @@ from ucformat._version import __version__
 from ucformat.errors import NotFound, UsageError, check_choice
 from ucformat.format.arrays import array_doc, lay_out, shard_key
 from ucformat.format.digest import document_digest, shard_digests_nbytes
+from ucformat.format.lossy_states import check_encode
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, SumPart, TaskDoc, sums_of
@@ -52,8 +53,10 @@ class WriteOptions:
     verify: bool = True
     where: Where = HERE
     codec: str | None = None
+    encode: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_encode(self.encode)
         check_choice("verify", self.verify, (True, False))
         check_choice("codec", self.codec, (None, BLOSC))
         for option in ("chunk_bytes", "shard_bytes", "workers"):
@@ -72,6 +75,7 @@ def plan_document(
         "grids": (options.chunk_bytes, options.shard_bytes),
         "writer": __version__,
         **({"codec": options.codec} if options.codec else {}),
+        **({"encode": dict(options.encode)} if options.encode else {}),
     } | ({} if options.verify else {"verify": False})
 
 
@@ -91,6 +95,7 @@ def plan_spec(
         "grids": (options.chunk_bytes, options.shard_bytes),
         "verify": options.verify,
         "codec": options.codec,
+        "encode": dict(options.encode),
         "plan": document_digest(plan_document(source, infos, options)),
     }
 
@@ -105,6 +110,7 @@ def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], W
     infos = [source.tensors[Key(*key)] for key in spec["tensors"]]
     chunk_bytes, shard_bytes = spec["grids"]
     options = WriteOptions(chunk_bytes, shard_bytes, verify=spec["verify"], codec=spec["codec"])
+    options = replace(options, encode=spec["encode"])
     if document_digest(plan_document(source, infos, options)) != spec["plan"]:
         raise other_found(source)
     return source, infos, options

@@ -40,6 +40,17 @@ from ucformat.cli.ui.where import (
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
 
+
+def _pattern_and_encoding(text: str) -> tuple[str, str]:
+    pattern, equals, encoding = text.rpartition("=")
+    if not equals:
+        raise click.BadParameter(
+            f"{text!r} is not PATTERN=ENCODING, such as 'exp_avg*=int8-blockwise'",
+            param_hint="--encode",
+        )
+    return pattern, encoding
+
+
 _SIZES = (CHUNK_BYTES, SHARD_BYTES, CODEC, OVERWRITE, workers_option("shards to write"), NO_VERIFY)
 _JOB = (ON, PART, DRY_RUN, IGNORE_DEPENDENT)
 
@@ -49,6 +60,15 @@ _JOB = (ON, PART, DRY_RUN, IGNORE_DEPENDENT)
 @click.argument("dst", metavar="DST")
 @STATES
 @work_options(
+    click.option(
+        "--encode",
+        multiple=True,
+        metavar="PATTERN=ENCODING",
+        help=(
+            "Encode states with loss, such as 'exp_avg*=int8-blockwise' or "
+            "'exp_avg=adaptive:3'. May be repeated.  [default: none]"
+        ),
+    ),
     *_SIZES,
     *_JOB,
     click.option(
@@ -87,9 +107,12 @@ def convert(
     if work.dry_run:
         if work.base is not None:
             raise click.UsageError("--dry-run does not know yet what equals the base")
+        if work.encode:
+            raise click.UsageError("--dry-run does not know yet how small --encode makes tensors")
         sizes = work.arguments("chunk_bytes", "shard_bytes", "workers", "verify")
         print_cost(ucformat.estimate("convert", opening.open(src), dst, **chosen, **sizes), out)
         return
+    encode = dict(_pattern_and_encoding(text) for text in work.encode)
     begun = time.perf_counter()
     ignore_dependents_of(work.ignored, [dst], out, "convert")
     with work.running("converting", out, f"nothing is committed at {dst}") as progress:
@@ -98,7 +121,14 @@ def convert(
             "chunk_bytes", "shard_bytes", "codec", "overwrite", "workers", "verify", "on"
         )
         ck = ucformat.convert(
-            source, dst, **chosen, **arguments, **asdict(facts), base=work.base, progress=progress
+            source,
+            dst,
+            **chosen,
+            **arguments,
+            **asdict(facts),
+            base=work.base,
+            encode=encode,
+            progress=progress,
         )
     seconds = time.perf_counter() - begun
     for name in outdated(source.viewed, source.assets, source.objects):

@@ -104,6 +104,7 @@ class Work:
     ignored: tuple[str, ...] = ()
     weights: Literal["safetensors"] | None = None
     base: str | None = None
+    encode: tuple[str, ...] = ()
     with_bases: bool = False
 
     @property
