@@ -352,6 +352,31 @@ def of_compressed(flat: Files) -> Faults:
 ENTRY = struct.Struct("<QIIIBBHQQ")
 
 
+def of_lossy(whole: Files) -> Faults:
+    """Of tensors that are encoded with loss."""
+    name = next(k for k in whole if k.endswith(".bin"))
+
+    def table(**values: Any) -> Files:
+        return edited(whole, lambda m: m["tensors"].update(values))
+
+    def unmarked(m: Any) -> None:
+        m["tensors"]["bound"] = {}
+        for kind in m["tensors"]["kinds"]:
+            kind.pop("lossy", None)
+
+    bound = json.loads(whole["manifest.json"])["tensors"]["bound"]
+    rest = {row: errors for row, errors in bound.items() if row != "0"}
+    return {
+        "lossy-not-required": ("damaged", "a lossy tensor, and `requires` does not name the feature", edited(whole, lambda m: m["requires"].remove("lossy"))),
+        "lossy-unmarked": ("damaged", "lossy tiles, of which the manifest says nothing", edited(whole, unmarked)),
+        "lossy-no-bound": ("damaged", "a lossy tensor without a bound", table(bound=rest)),
+        "lossy-other-bound": ("damaged", "a bound of a tensor that is not lossy", table(bound={**bound, "10": [0, 0]})),
+        "lossy-negative": ("damaged", "a bound below zero", table(bound={**rest, "0": [-1, 0]})),
+        "lossy-one": ("damaged", "a bound of one number", table(bound={**rest, "0": [1]})),
+        "lossy-tile": ("damaged", "a bit of a stored tile is flipped", flipped(whole, name, 20)),
+    }  # fmt: skip
+
+
 def of_encoded(whole: Files) -> Faults:
     """Of encoded packed files; all checksums that no fault is about are right."""
     name = next(k for k in whole if k.endswith("/rank0.bin"))

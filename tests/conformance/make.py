@@ -40,6 +40,9 @@ from ucformat.format.tile_index import TileIndexWriter, encode
 from ucformat.format.universal import Universal
 from ucformat.geometry.fingerprint import fingerprint_of
 from ucformat.geometry.tensor import Key, Piece
+from ucformat.jobs.finished import FinishedDoc
+from ucformat.jobs.patch_files import TilesJob, TilesPlan
+from ucformat.jobs.shards import WriteOptions
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import Manifest, SidecarDoc
@@ -191,6 +194,45 @@ def patched_files() -> Files:
         out |= {f"{n}/{i.key}": store.read(i.key) for i in store.list("data")}
         out[f"{n}/manifest.json"] = manifest_bytes(made)
     return out
+
+
+def moments() -> Arrays:
+    """States of optimizers, with and without signs, over some powers of ten."""
+    numbers = (np.arange(2600) * 7919 % 2603 - 1300).astype("f4") / np.float32(1300)
+    signed = numbers.reshape(50, 52) ** 3
+    return {
+        ("w", "exp_avg"): signed,
+        ("w", "exp_avg_sq"): signed * signed,
+        ("half", "exp_avg"): signed.astype("f2"),
+        ("brain", "exp_avg"): signed.astype(numpy_dtype("bfloat16")),
+        **{("w", f"bits{n}"): signed * np.float32(n) + 1 for n in (2, 3, 4, 8)},
+        ("brain", "bits4"): signed.astype(numpy_dtype("bfloat16")),
+        ("few", "exp_avg"): signed[0, :1],  # which does not become smaller
+        ("w", "step"): np.array(3, "f4"),
+    }
+
+
+ENCODE = {"exp_avg*": "int8-blockwise"} | {
+    f"bits{n}": f"adaptive:{restores}" for n, restores in ((2, 1), (3, 3), (4, 19), (8, 20))
+}
+
+
+def lossy_files() -> tuple[Files, Arrays]:
+    """States that are encoded with loss, and what they decode to."""
+    source = Checkpoint(FakeSource.write(MemoryStore(f"conformance-{uuid4().hex}"), moments()))
+    infos, store = [*source.tensors.values()], MemoryStore(f"conformance-{uuid4().hex}")
+    options = WriteOptions(encode=ENCODE)
+    with TilesJob(source, None, store, ATTEMPT, TilesPlan(infos, {}, {}), options) as job:
+        done = job.record({n: job.run(n) for n in range(job.count)})
+        job.take_finished(FinishedDoc.model_validate_json(done))
+        docs, _ = job.finish()
+        sidecar, requires = job.put_sidecar()
+    about = facts(tensors=TensorTable.of(docs.values()), sidecar=sidecar, aliases={})
+    made = Manifest.model_validate({**about, "requires": (*requires, "lossy")})
+    files = {i.key: store.read(i.key) for i in store.list("data")}
+    files["manifest.json"] = manifest_bytes(made)
+    ck = Checkpoint(Universal(stored(files))).with_lossy()
+    return files, {key: ck[key].read() for key in moments()}
 
 
 def encoded(files: Files) -> Files:
@@ -824,6 +866,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         name: [v for at in (6, 5, 4, 3, 2, 1, 0) for v in by_row(columns, name, at)]
         for name in (*ROWS, *DIMS)
     }
+    lossy, decoded = lossy_files()
     nothing = manifest_bytes(Manifest.model_validate({**facts(tensors=NOTHING), "aliases": {}}))
     return {
         "arrays": ("arrays, objects in every spelling, an asset, an alias, a NaN metric", flat, all_of_it),
@@ -847,6 +890,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "compressed": ("arrays of compressed chunks", made_of_compressed_arrays(), expected_of(compressed())),
         "compressed-newer": ("a codec that version 1 has not, of one tensor", edited(made_of_compressed_arrays(), later_codec), less(expected_of(compressed()), 0)),
         "encoded": ("encoded packed files", encoded_files(), expected_of(compressed())),
+        "lossy": ("states that are encoded with loss", lossy, expected_of(decoded)),
         "patched": ("patches of patches", patched_files(), {**expected_of(patched_arrays(3)), "at": "3"}),
         "encoded-described": ("encoded files of described tensors, with tiles as they are", encoded(described_files()), expected()),
         "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}),
@@ -929,6 +973,7 @@ def invalid() -> dict[str, tuple[str, str, Files]]:
         of_based,
         of_compressed,
         of_encoded,
+        of_lossy,
         of_packed,
         of_patches,
         of_virtual,
@@ -939,6 +984,7 @@ def invalid() -> dict[str, tuple[str, str, Files]]:
         **of_arrays(made_of_arrays()),
         **of_compressed(made_of_compressed_arrays()),
         **of_encoded(encoded_files()),
+        **of_lossy(lossy_files()[0]),
         **of_packed(columns, files),
         **of_virtual(virtual_files()),
         **of_based(based_files(made_of_arrays())),

@@ -68,7 +68,7 @@ OTHERS |= {"float4_e2m1fn": 1, "float4_e2m1fn_x2": 1, "complex32": 4, "bcomplex3
 OTHERS |= {f"{kind}{n}": 1 for kind in ("int", "uint") for n in range(1, 8)}
 OTHERS |= {"bits8": 1, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1, "bits16": 2}
 SIZES |= OTHERS
-FEATURES = {"packed", "extents", "virtual", "codecs", "bases", "patches"}
+FEATURES = {"packed", "extents", "virtual", "codecs", "bases", "patches", "lossy"}
 FARTHEST, NONE = 1 << 60, "xxh3:" + 32 * "0"
 MOST_INTEGER, MOST_TEXT, MOST_LEVELS, MOST_BITS = 1 << 62, 1 << 16, 128, 1 << 13
 
@@ -360,11 +360,11 @@ class Checkpoint:
             seen.add(source["path"])
 
     def _table(self, t: Any) -> list[Any]:
-        t = {"digest": [], "fingerprint": [], "path": {}, "at": {}} | t
+        t = {"digest": [], "fingerprint": [], "path": {}, "at": {}, "bound": {}} | t
         of_type(
             t,
             dict.fromkeys(("names", "kinds", "name", "kind", "digest", "fingerprint"), list)
-            | {"path": dict, "at": dict},
+            | {"path": dict, "at": dict, "bound": dict},
         )
         names, kinds, n = t["names"], t["kinds"], len(t["name"])
         need(all(is_a(x, str) for x in names) and len(set(names)) == len(names), "names")
@@ -382,6 +382,11 @@ class Checkpoint:
         for column, of in ((t["name"], names), (t["kind"], kinds)):
             need(all(type(k) is int and 0 <= k < len(of) for k in column), "the number of nothing")
         need({*t["path"], *t["at"]} <= {str(k) for k in range(n)}, "a path of no tensor")
+        lossy = {str(k) for k in range(n) if kinds[t["kind"][k]].get("lossy") is not None}
+        need({*t["bound"]} == lossy, "a lossy tensor without a bound, or one of another tensor")
+        for bound in t["bound"].values():
+            need(is_a(bound, list) and len(bound) == 2, "a bound")
+            need(all(type(x) in (int, float) and 0 <= x < math.inf for x in bound), "a bound")
         for paths in t["at"].values():
             check_paths(paths)
         out = []
@@ -409,7 +414,7 @@ class Checkpoint:
 
     def _check_kind(self, t: Any) -> None:
         nullable = {"chunk": list, "shard": list, "path": str, "itemsize": int, "codec": str}
-        nullable["base"] = int
+        nullable |= {"base": int, "lossy": str}
         of_type(t, {"state": str, "dtype": str, "shape": list}, nullable, {"at": list})
         size = SIZES.get(t["dtype"], t.get("itemsize"))
         need(size in (1, 2, 4, 8, 16), f"nobody knows how large elements of {t['dtype']} are")
@@ -423,6 +428,8 @@ class Checkpoint:
             "shape",
         )
         codec = t.get("codec")
+        marked = t.get("lossy") is not None
+        need(not marked or "lossy" in self.manifest["requires"], "it does not require lossy")
         need(codec is None or "codecs" in self.manifest["requires"], "it does not require codecs")
         need(codec != ("blosc" if t.get("path") is None else "tiles"), "a codec of another form")
         if t.get("base") is not None:
@@ -859,7 +866,7 @@ class Checkpoint:
             need(nbytes % size == 0 and stored <= nbytes, "a tile")
             need((encoding == 4) == (stored == 0), "a tile that is stored in no bytes")
             need((encoding in (2, 3, 4)) == (base != b"\xff\xff"), "a base")
-            need(encoding < 5, "an unknown encoding", Upgrade)
+            need(encoding < 7, "an unknown encoding", Upgrade)
             need(encoding or stored == nbytes, "a tile")
             need(0 <= start - len(out) < 64, "tiles that do not follow each other")
             after = end + stored + 4 * (stored > 0)
@@ -871,6 +878,9 @@ class Checkpoint:
             need(box is not None, "a tile of no tensor")
             if encoding == 1:
                 body = decompressed(body, nbytes, size)
+            elif encoding >= 5:
+                need(t.get("lossy") is not None, "a lossy tile of a tensor that is not lossy")
+                body = dequantized(encoding, body, nbytes // size, t["dtype"])
             elif encoding:
                 need(t.get("base") == int.from_bytes(base, "little"), "a patch of another base")
                 there = self._of_base(t, patch=True).reshape(*t["shape"], size)
@@ -1036,6 +1046,43 @@ def patched(encoding: int, payload: bytes, old: bytes, size: int) -> bytes:
         at, taken = at + 1 + before + length + 1, taken + n
     need(taken == len(values), "runs of another number of elements")
     return bytes(out)
+
+
+def dequantized(encoding: int, payload: bytes, count: int, dtype: str) -> bytes:
+    """The bytes of a tile that is encoded with loss."""
+    need(dtype in ("float32", "float16", "bfloat16"), "a lossy tile of another dtype")
+    head, block = int.from_bytes(payload[:4], "little"), 256
+    if encoding == 5:
+        need(head <= 1, "codes of an unknown kind")
+        values = [0.0, 1.0]
+        for p in range(7):
+            n = 1 << p + 1 - head
+            some = [(2 * n + 9 * (2 * k + 1)) / (20 * n * 10 ** (6 - p)) for k in range(n)]
+            values += some + ([-x for x in some] if head else [])
+        begin, each, bits = 4, 1, 8
+    else:
+        block = int.from_bytes(payload[4:8], "little")
+        need(head in (2, 3, 4, 8) and block, "codes of other widths")
+        begin, each, bits = 8, 2, head
+    blocks = -(-count // block)
+    at = begin + 4 * each * blocks
+    need(len(payload) == at + -(-count * bits // 8), "a payload of another number of elements")
+    numbers = np.frombuffer(payload, "<f4", each * blocks, begin).reshape(blocks, each)
+    of_each = numbers[np.arange(count) // block]
+    stream = np.unpackbits(np.frombuffer(payload, np.uint8, -1, at), bitorder="little")
+    places = np.arange(count)[:, None] * bits + np.arange(bits)
+    codes = stream[places].astype(np.int64) @ (1 << np.arange(bits))
+    with np.errstate(all="ignore"):
+        if encoding == 5:
+            out = np.array(sorted(values), np.float32)[codes] * of_each[:, 0]
+        else:
+            out = codes.astype(np.float32) * of_each[:, 1] + of_each[:, 0]
+        if dtype != "bfloat16":
+            return out.astype({"float32": "<f4", "float16": "<f2"}[dtype]).tobytes()
+    need(np.isfinite(out).all(), "elements that are no numbers")
+    words = out.view(np.uint32).astype(np.uint64)
+    rounded = (words + 0x7FFF + (words >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
+    return rounded.astype("<u2").tobytes()
 
 
 def digest_of(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError
+from ucformat.format import lossy
 from ucformat.format.encoding import Encoding
 from ucformat.format.lossy import (
     WIDTHS,
@@ -145,6 +146,16 @@ def test_what_cannot_be_quantized(quantize) -> None:  # type: ignore[no-untyped-
             quantize(np.zeros(6, dtype))
     nothing = quantize(np.zeros(0, "f4"))
     assert (nothing.decoded.size, nothing.absolute, nothing.relative) == (0, 0, 0)
+
+
+def test_errors_beyond_what_an_encoding_promises_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    elements = moments(1000)
+    monkeypatch.setattr(lossy, "_HALF_GAP", lossy._HALF_GAP / 20)
+    with pytest.raises(IntegrityError, match="further off than this encoding ever is"):
+        quantize_int8(elements)
+    monkeypatch.setattr(lossy, "_nearest", lambda blocks, *_: blocks * 0)
+    with pytest.raises(IntegrityError, match="further off than this encoding ever is"):
+        quantize_adaptive(elements, 8, 100)
 
 
 def test_ranges_beyond_float32() -> None:
