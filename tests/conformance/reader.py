@@ -1078,11 +1078,11 @@ def dequantized(encoding: int, payload: bytes, count: int, dtype: str) -> bytes:
         else:
             out = codes.astype(np.float32) * of_each[:, 1] + of_each[:, 0]
         if dtype != "bfloat16":
-            return out.astype({"float32": "<f4", "float16": "<f2"}[dtype]).tobytes()
+            return bytes(out.astype({"float32": "<f4", "float16": "<f2"}[dtype]).tobytes())
     need(np.isfinite(out).all(), "elements that are no numbers")
     words = out.view(np.uint32).astype(np.uint64)
     rounded = (words + 0x7FFF + (words >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
-    return rounded.astype("<u2").tobytes()
+    return bytes(rounded.astype("<u2").tobytes())
 
 
 def digest_of(

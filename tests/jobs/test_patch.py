@@ -33,7 +33,7 @@ from ucformat.jobs.compact import is_whole
 from ucformat.jobs.compare import compare
 from ucformat.jobs.dependents import dependents_at
 from ucformat.jobs.patch import Patch, stored_bytes
-from ucformat.jobs.patch_files import PatchJob
+from ucformat.jobs.patch_files import TilesJob
 from ucformat.jobs.shards import WriteOptions
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import BASES, CODECS, PACKED, PATCHES
@@ -279,12 +279,12 @@ def test_another_process_makes_the_same_job(tmp_path: Path) -> None:
     a, b = put(tmp_path / "a", trained(0)), put(tmp_path / "b", trained(2))
     options = WriteOptions()
     planned = Patch.of(b, list(b.tensors.values()), a, f"{tmp_path}/c", options)
-    jobs: list[PatchJob] = []
+    jobs: list[TilesJob] = []
     for name in ("c", "d"):
         store = open_store(tmp_path / name)
         job = planned.job(store, "0" * 20)
         if jobs:
-            job = PatchJob.of_spec(json.loads(json.dumps(job.spec())))
+            job = TilesJob.of_spec(json.loads(json.dumps(job.spec())))
         jobs.append(job)
         with job:
             job.take(job.record({n: job.run(n) for n in range(job.count)}))
