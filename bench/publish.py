@@ -4,7 +4,8 @@
 each version, every element of its float32 copy moves by up to 1e-6, as with Adam at that learning rate. A receiver
 verifies what it has after each version, as the load does that stands beside it. The bytes of a receiver of one eighth
 of the rows are all that its process reads from files, documents and indexes included; its share is an eighth of the
-bytes that the version has stored of tensors. Figures are medians of the versions that are patches.
+bytes that the version has stored of tensors. Seconds are those of the processor, whatever the storage takes besides.
+Figures are medians of the versions that are patches.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def measure(folder: Path) -> None:
     stored, shares = [], []
 
     def timed(what: str, call: Callable[[], object]) -> None:
-        begun = time.perf_counter()
+        begun = time.process_time()
         call()
-        seconds[what].append(time.perf_counter() - begun)
+        seconds[what].append(time.process_time() - begun)
 
     place, last = folder / "whole", ""
     for version in range(VERSIONS):
@@ -122,7 +123,7 @@ def report(
     patch = statistics.median(stored)
     print(
         table(
-            ["", "MB", "trainer s", "receiver s"],
+            ["", "MB", "trainer, processor s", "receiver, processor s"],
             [
                 ["whole", f"{nbytes / 1e6:.0f}", f"{median['save']:.2f}", f"{median['load']:.2f}"],
                 [

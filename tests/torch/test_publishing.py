@@ -15,6 +15,7 @@ from tests.tiers import rounds
 from tests.torch.publishing_program import weights
 from tests.torch.ranks import KILLED, Ranks
 from ucformat.errors import ChecksumError, Conflict, UcformatError, UsageError
+from ucformat.format.patched import read_boxes
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.execute import ReadOptions
@@ -23,6 +24,7 @@ from ucformat.torch import Increments, Publisher, publish, subscribe
 from ucformat.torch.comm.group import single_process_group
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.publishing.patches import Held, PatchFill
+from ucformat.torch.saving import patching
 from ucformat.torch.state.local import LocalShard
 
 if TYPE_CHECKING:
@@ -102,6 +104,34 @@ def test_an_update_reads_the_patches_of_what_a_rank_has(tmp_path: Path) -> None:
     first, second, fourth, fifth, *_ = amounts
     assert second < fourth < 0.5 * first  # one patch; two patches
     assert fifth < first  # what is equal is not read, although all of it is stored anew
+
+
+def test_a_patch_is_made_of_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the base is read, but after a failure; and what was kept is that of the base alone."""
+    publisher, other = (Publisher(tmp_path, increments=Increments(patch=True)) for _ in range(2))
+    read: list[bool] = []
+
+    def read_and_noted(*arguments: Any) -> None:
+        read.append(True)
+        read_boxes(*arguments)
+
+    monkeypatch.setattr(patching, "read_boxes", read_and_noted)
+    subscription, state = subscribe(tmp_path), empty()
+    reads = []
+    for version in range(1, 9):
+        read.clear()
+        if version == 5:
+            with monkeypatch.context() as failing:
+                failing.setattr(publisher._channel, "announce", lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    publisher.publish(weights(40))
+            read.clear()
+        (other if version == 7 else publisher).publish(weights(version))
+        reads.append(bool(read))
+        update = subscription.update(state)
+        assert update is not None
+        assert is_version(state, version), version
+    assert reads == [False, True, False, False, True, False, True, True]
 
 
 def test_a_model_is_received_into_its_parameters(tmp_path: Path) -> None:
@@ -190,7 +220,7 @@ def test_a_damaged_patch_leaves_the_version_before(
         subscription.update(state)
     assert subscription.version == 1
     assert is_version(state, 1)
-    assert publisher.publish(weights(3)).base is None
+    assert publish(weights(3), tmp_path, increments=PATCHES).base is None  # which reads its base
     assert "version 3 of" in caplog.text
     assert "its base, cannot be read: " in caplog.text
     update = subscription.update(state)

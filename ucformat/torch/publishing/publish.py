@@ -27,7 +27,8 @@ from ucformat.torch.manager.increments import Increments, choose_base
 from ucformat.torch.manager.steps import described_step, read_step
 from ucformat.torch.publishing.channel import Channel, content_digest, named
 from ucformat.torch.saving.options import RunArguments, SaveOptions
-from ucformat.torch.saving.save import save
+from ucformat.torch.saving.patching import KeptTiles
+from ucformat.torch.saving.save import prepare, save_in_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ucformat.torch.comm.group import Group
     from ucformat.torch.manager.steps import RunStep
+    from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.saving.save import Saved
 
 __all__ = ["Published", "Publisher", "publish"]
@@ -79,7 +82,8 @@ class Publisher:
             train()
             publisher.publish(model)
 
-    It remembers between calls what `publish` has to read from the channel.
+    It keeps between calls what `publish` has to read from the channel, with a copy on the host of
+    what each rank has written last, of which the next patch is made.
 
     Args:
         channel: a folder, or a prefix in an object store; created by the first version.
@@ -112,10 +116,9 @@ class Publisher:
         self._arguments: RunArguments = {"form": "packed", **arguments}
         self._increments, self._keep = increments, keep
         SaveOptions.of(self.url, self._on(self.url))  # checks them
-        # on rank 0:
-        self._steps: list[
-            RunStep
-        ] = []  # those versions that a new one may be based on, newest first
+        self._kept = KeptTiles()
+        # on rank 0, those versions that the next one may be based on, the newest first:
+        self._steps: list[RunStep] = []
         self._document: ChannelDoc | None = None
         self._content_version: str | None = None
         self._old: list[str] = []  # folders that are to be removed
@@ -148,7 +151,7 @@ class Publisher:
             plan: _Plan = ranks.combine(None, then=lambda _: self._plan(version), answer_kind=_Plan)
             place = f"{self.url}/{plan.folder}"
             try:
-                saved = save(named(state), place, step=plan.number, **self._on(plan.base_url))
+                saved = self._save(state, place, plan, ranks)
             except (IntegrityError, NotFound) as error:
                 if plan.base is None:
                     raise
@@ -157,12 +160,20 @@ class Publisher:
                     *(plan.number, self.url, plan.base, error.message),
                 )
                 plan = replace(plan, base=None, base_url=None)
-                saved = save(named(state), place, step=plan.number, **self._on(None))
+                saved = self._save(state, place, plan, ranks)
             ranks.combine(None, then=lambda _: self._announce(plan, saved))
             if not ranks.rank:
                 self._remove_old()
         seconds = time.monotonic() - begun
         return Published(plan.number, saved.url, saved.id, plan.base, saved.nbytes, seconds)
+
+    def _save(
+        self, state: torch.nn.Module | Mapping[str, Any], place: str, plan: _Plan, ranks: Group
+    ) -> Saved:
+        with ranks.sharing_errors():
+            arguments: SaveArguments = {**self._on(plan.base_url), "step": plan.number}  # type: ignore[typeddict-item] # mypy demands all
+            prepared = prepare(named(state), place, ranks, arguments)
+        return save_in_group(*prepared, ranks, self._kept)
 
     def _plan(self, version: int | None) -> _Plan:
         """Decide on rank 0 what is saved."""

@@ -48,14 +48,49 @@ class _Answer:
     changed: Mapping[str, bytes] = field(default_factory=dict)
 
 
+class KeptTiles:
+    """The tiles that a rank has written last, in its memory, so that the next patches of them read nothing."""
+
+    def __init__(self) -> None:
+        self._checkpoint = ""  # that has the tiles; none while another one is written
+        self._tiles: dict[tuple[Key, Box], bytearray] = {}
+        self._next: dict[tuple[Key, Box], bytearray] = {}
+
+    def begin(self, base: str) -> None:
+        """Begin a save on a base, of which tiles may be here."""
+        if self._checkpoint != base:
+            self._tiles = {}
+        self._checkpoint, self._next = "", {}
+
+    def find(self, key: Key, box: Box) -> memoryview | None:
+        """The bytes of the base's tile; None if they are not here."""
+        memory = self._tiles.get((key, box))
+        return None if memory is None else memoryview(memory)
+
+    def keep(self, key: Key, box: Box, data: Bytes) -> None:
+        """Keep a tile that is written, in the memory of the base's."""
+        memory = self._tiles.pop((key, box), None) or bytearray(memoryview(data).nbytes)
+        memory[:] = data
+        self._next[key, box] = memory
+
+    def end(self, checkpoint: str) -> None:
+        """Note that what was kept is committed."""
+        self._checkpoint, self._tiles, self._next = checkpoint, self._next, {}
+
+
 def agree_on_base(
-    group: Group, options: SaveOptions, home: str, changed: Mapping[str, bytes]
+    group: Group,
+    options: SaveOptions,
+    home: str,
+    changed: Mapping[str, bytes],
+    kept: KeptTiles | None = None,
 ) -> tuple[Base | None, SaveOptions, TilePatcher | None]:
     """Find the base of a save; all ranks call this together.
 
     Args:
         home: the url of the checkpoint that is saved.
         changed: that of `StateInfo`.
+        kept: of this rank.
 
     Returns:
         The base, on rank 0; the options, which depend on whether there is one; and what encodes tiles.
@@ -88,8 +123,10 @@ def agree_on_base(
                 f"{agreed.place} is no longer the checkpoint {agreed.id}, on which this one is based",
                 hint="save again",
             )
+        if kept is not None:
+            kept.begin(agreed.id)
         patcher = TilePatcher(
-            source, agreed.changed, patch=options.patch, verify=options.verify_changed
+            source, agreed.changed, kept, patch=options.patch, verify=options.verify_changed
         )
     return base, replace(options, form="packed"), patcher
 
@@ -104,14 +141,22 @@ class TilePatcher:
     Args:
         base: the opened base.
         changed: a bit for each row of some tensors, by name: whether it changed.
+        kept: tiles of the base that need not be read.
         patch: whether tiles may be patches; otherwise only equal ones are left out.
         verify: whether rows that did not change are compared with the base.
     """
 
     def __init__(
-        self, base: BaseCheckpoint, changed: Mapping[str, bytes], *, patch: bool, verify: bool
+        self,
+        base: BaseCheckpoint,
+        changed: Mapping[str, bytes],
+        kept: KeptTiles | None = None,
+        *,
+        patch: bool,
+        verify: bool,
     ) -> None:
         self._base, self._changed, self._patch, self._verify = base, changed, patch, verify
+        self._kept = kept
 
     def fits(self, info: TensorInfo) -> bool:
         """Whether the base has the tensor, in the same dtype and shape."""
@@ -151,6 +196,9 @@ class TilePatcher:
         bases = self._read(info, [tiles[number][0] for number in compared])
         for number, base in zip(compared, bases, strict=True):
             encoded[number] = encode_tile(tiles[number][1], info.itemsize, base)
+        if self._kept is not None:
+            for box, data, _ in tiles:
+                self._kept.keep(info.key, box, data)
         return encoded
 
     def is_same(self, info: TensorInfo, box: Box, fingerprint: Sums) -> bool:
@@ -171,13 +219,17 @@ class TilePatcher:
 
     def _read(self, info: TensorInfo, boxes: Sequence[Box]) -> list[memoryview]:
         """The bytes of the base in some boxes; valid until the thread reads others."""
-        if not boxes:
-            return []
-        ends = [*accumulate(box.size * info.itemsize for box in boxes)]
-        memory = thread_memory("base", ends[-1]).data
-        outs = [memory[begin:end] for begin, end in pairwise([0, *ends])]
-        read_boxes(self._base, info, boxes, outs)
-        return outs
+        kept = self._kept
+        outs = [None if kept is None else kept.find(info.key, box) for box in boxes]
+        lacking = [box for box, out in zip(boxes, outs, strict=True) if out is None]
+        if lacking:
+            ends = [*accumulate(box.size * info.itemsize for box in lacking)]
+            memory = thread_memory("base", ends[-1]).data
+            read = [memory[begin:end] for begin, end in pairwise([0, *ends])]
+            read_boxes(self._base, info, lacking, read)
+            rest = iter(read)
+            outs = [next(rest) if out is None else out for out in outs]
+        return [out for out in outs if out is not None]
 
     def _fingerprint(self, key: Key, box: Box) -> Sums | None:
         """The fingerprint of the base's tile of a box; None if none of its tiles has just this box."""

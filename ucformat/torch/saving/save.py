@@ -39,7 +39,7 @@ from ucformat.torch.saving.manifest import (
     write_report,
 )
 from ucformat.torch.saving.options import SaveArguments, SaveOptions
-from ucformat.torch.saving.patching import agree_on_base
+from ucformat.torch.saving.patching import KeptTiles, agree_on_base
 from ucformat.torch.saving.plan import SavePlanner
 from ucformat.torch.saving.statement import PieceFingerprints, RankState, WriteItem
 from ucformat.torch.saving.write import TileOptions, write_packed, write_shards
@@ -87,6 +87,7 @@ def write_checkpoint(
     group: Group,
     progress: Callable[[int], None] = lambda _: None,
     threads: int = 1,
+    kept: KeptTiles | None = None,
 ) -> Saved:
     """Plan, write and commit a checkpoint; all ranks of the group call this together.
 
@@ -96,12 +97,13 @@ def write_checkpoint(
 
     Args:
         progress: called with the bytes of each write that is done.
+        kept: what this rank has written before, and writes now.
     """
     begun = time.monotonic()
     with group.kept(SavePlanner) as planner:
         with group.sharing_errors():
             store, own = open_store(options.url), _rank_state(state, memories)
-        base, options, patcher = agree_on_base(group, options, store.url, state.changed)
+        base, options, patcher = agree_on_base(group, options, store.url, state.changed, kept)
         with group.sharing_errors():  # plan here
             statement = planner.state(group.rank, options, own)
             sums = PieceFingerprints(own.items, own.elements)
@@ -120,6 +122,8 @@ def write_checkpoint(
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         report = error
     checkpoint_id = _commit(plan, report, options, metadata, store, group)
+    if kept is not None and patcher is not None:
+        kept.end(checkpoint_id)
     return Saved(
         *(options.url, checkpoint_id, written.nbytes, planned - begun),
         *(time.monotonic() - planned, plan.referenced),
@@ -345,7 +349,11 @@ def save_local(
 
 
 def save_in_group(
-    state: LocalState, options: SaveOptions, metadata: SaveMetadata, ranks: Group
+    state: LocalState,
+    options: SaveOptions,
+    metadata: SaveMetadata,
+    ranks: Group,
+    kept: KeptTiles | None = None,
 ) -> Saved:
     """Save the local state of this rank, together with the other ranks of a group."""
     from ucformat.torch.state.memory import copied_to_host
@@ -353,7 +361,7 @@ def save_in_group(
     with ranks.sharing_errors():
         info = state_info(state, ranks.links.members, certify=options.certify)
         memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
-    return write_checkpoint(info, memories, options, metadata, ranks)
+    return write_checkpoint(info, memories, options, metadata, ranks, kept=kept)
 
 
 def assets_of(
