@@ -207,7 +207,7 @@ def convert(
             file_tensors = set() if files is None else {*files.tensors}
             if encoded:
                 file_tensors |= encoded
-                keys = [i.key for i in infos if i.key not in file_tensors]
+                keys = tuple(i.key for i in infos if i.key not in file_tensors)
                 tiles = TilesPlan(infos, {}, {}, keys)
                 in_files = partial(TilesJob, source, None, store, attempt.id, tiles, options)
             elif files is not None:

@@ -235,7 +235,7 @@ class TilesJob(RecordedJob):
             }
             for docs in spec["docs"]
         )
-        plan = TilesPlan(infos, referenced, bases, [Key(*key) for key in spec["arrays"]])
+        plan = TilesPlan(infos, referenced, bases, tuple(Key(*key) for key in spec["arrays"]))
         store = open_store(spec["store"])
         base = None if spec["base"] is None else reopen(spec["base"])
         return cls(source, base, store, spec["attempt"], plan, options)
