@@ -138,6 +138,8 @@ def _open(
             hint = (
                 f"`ucp restore {place}` brings it back"
                 if entry.state == "deleted"
+                else "what others need of it can be opened by its path"
+                if entry.state == "thinned"
                 else "its bytes are gone"
             )
             raise NotFound(f"the checkpoint {place} is {entry.state}", hint=hint)

@@ -96,3 +96,31 @@ def test_at_a_terminal_one_is_asked(
     text = terminal(["thin", place, "--drop", "step", "--apply"], answer=answer)
     assert "permanently remove 4 B of 1 checkpoint? [y/N]: " in text
     assert bool(ucformat.open(place).dropped) == gone
+
+
+@pytest.mark.usefixtures("catalog")
+def test_gc_keeps_what_others_need(run: Run, place: Path, tmp_path: Path) -> None:
+    """Of a deleted base only the tensors stay that are read there."""
+    base = tmp_path / "base"
+    ucformat.convert(place, base)
+    run("register", base)
+    ucformat.convert(base, tmp_path / "weights", base=base, states=["weight"])
+    run("register", tmp_path / "weights")
+    before = ucformat.open(base)
+    needed = f"needed by {ucformat.open(tmp_path / 'weights').id}"
+    assert needed in run("delete", before.id, "--grace", "0s", code=6).stderr
+    run("delete", before.id, "--grace", "0s", "--thin")
+    assert needed in run("gc").stdout
+    shown = run("gc", "--thin").stdout.splitlines()
+    assert shown[2].startswith("thin 1 checkpoint: keep about ")
+    assert shown[-1] == "nothing was removed; --apply does it"
+    [planned] = object_of(run("gc", "--thin", "--json").stdout)["thin"]
+    assert (planned["id"], planned["bytes_kept"] < planned["bytes_stored"]) == (before.id, True)
+    done = run("gc", "--thin", "--apply", "-y").stdout.splitlines()
+    assert done[-1] == "removed 0 checkpoints, thinned 1"
+    left = ucformat.open(base)
+    assert left.id == before.id
+    assert {key.state for key in left.tensors} == {"weight"}
+    assert ": it was deleted, and others need the rest" in run("show", base).stdout
+    assert "thinned" in run("restore", before.id, code=6).stderr
+    assert ucformat.verify(tmp_path / "weights")

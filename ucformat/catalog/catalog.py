@@ -512,13 +512,17 @@ class Catalog:
 
         self._write(work)
 
-    def retain(self, policy: Policy, *, apply: str | None = None) -> RetentionPlan:
+    def retain(
+        self, policy: Policy, *, apply: str | None = None, thin_needed: bool = False
+    ) -> RetentionPlan:
         """Plan what a policy keeps, thins and deletes, or apply such a plan.
 
         Args:
             policy: the policy.
             apply: the id of a plan to apply; the checkpoints that it deletes can be restored in
                 their grace, the states that it drops cannot (default: only plan).
+            thin_needed: delete also what is kept only because others need it; `gc` keeps its files
+                until it may thin it to what they need (default: no).
 
         Returns:
             The plan.
@@ -532,19 +536,21 @@ class Catalog:
 
         stamp = make_stamp()
         with self._database.reading() as c:
-            first = deletion.plan(c, policy, stamp.now)
+            first = deletion.plan(c, policy, stamp.now, thin_needed=thin_needed)
         changing = (*first.delete, *(thinned.row for thinned in first.thin))
         needed = self._dependents({r.id: r.places for r in changing})
         if apply is not None:
             plan = self._write(
-                lambda c: deletion.apply_plan(c, policy, apply, stamp, needed=needed)
+                lambda c: deletion.apply_plan(
+                    c, policy, apply, stamp, needed=needed, thin_needed=thin_needed
+                )
             )
             self._thin(plan)
             return plan
         if not needed:
             return first
         with self._database.reading() as c:
-            return deletion.plan(c, policy, stamp.now, needed=needed)
+            return deletion.plan(c, policy, stamp.now, needed=needed, thin_needed=thin_needed)
 
     def _thin(self, plan: RetentionPlan) -> None:
         """Drop the states that a plan drops."""
@@ -563,12 +569,14 @@ class Catalog:
                 hint="plan and apply again when that is resolved",
             )
 
-    def delete(self, *refs: str, grace: timedelta = GRACE) -> None:
+    def delete(self, *refs: str, grace: timedelta = GRACE, thin_needed: bool = False) -> None:
         """Delete checkpoints, all of them or none. They can be restored until `gc` removes them.
 
         Args:
             refs: the checkpoints.
             grace: for how long `gc` must not remove them (default: 7 days).
+            thin_needed: also those that others need, of which `gc` keeps the files until it may
+                thin them to what these need (default: no).
 
         Raises:
             PermissionDenied: one has an alias, tag or hold, is needed by another, or was not
@@ -581,7 +589,11 @@ class Catalog:
             serials = [resolve(c, parse_ref(r)) for r in refs]
             places = places_of(c, serials)
         needed = self._dependents(places)
-        self._write(lambda c: deletion.delete(c, serials, grace, stamp, why={}, needed=needed))
+        self._write(
+            lambda c: deletion.delete(
+                c, serials, grace, stamp, why={}, needed=needed, thin_needed=thin_needed
+            )
+        )
 
     def restore(self, *refs: str) -> None:
         """Restore deleted checkpoints, all of them or none.

@@ -3,6 +3,9 @@
     committed --delete--> deleted --begin_purge--> purging --end_purge--> purged
               <--restore--        <--stop_purge---
 
+What others need can be reduced to that, by a purge that is stopped: then it is `thinned` instead of deleted, stays so
+until nothing needs it, and cannot be restored.
+
 Storage is not touched before `purging`. Deleting or annotating a checkpoint locks its row first, so
 that of a concurrent alias and deletion, the later one sees the earlier.
 """
@@ -10,7 +13,7 @@ that of a concurrent alias and deletion, the later one sees the earlier.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +25,7 @@ from ucformat.catalog.models import CheckpointRow, Edge, Location
 from ucformat.catalog.retention import (
     LIVE,
     OWN_KIND,
+    REMOVED,
     RetentionPlan,
     RetentionRow,
     near,
@@ -111,7 +115,7 @@ def plan_purge(
             saw it begin agree.
     """
     due = sorted((row for row in rows if row.state != "committed"), key=plan_order)
-    deleted = [row for row in due if row.state == "deleted"]
+    deleted = [row for row in due if row.state != "purging"]
     ends = {row.id: end_of_grace(row, default_grace, now, clocks) for row in deleted}
     times = _times(deleted, ends, now)
     purge, wait = [], []
@@ -268,14 +272,21 @@ def delete(
     *,
     why: Mapping[str, Any],
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
+    thin_needed: bool = False,
 ) -> None:
-    """Mark checkpoints as deleted, all of them or none; storage is not touched before the grace period is over."""
+    """Mark checkpoints as deleted, all of them or none; storage is not touched before the grace period is over.
+
+    Args:
+        thin_needed: also those that others need.
+    """
     lock(connection, serials)
     rows = {
         r.serial: r for r in retention_rows(connection, stamp.now, serials=serials, needed=needed)
     }
     for serial in serials:
         row = rows.get(serial)
+        if row is not None and thin_needed:
+            row = replace(row, dependents=())
         reasons = ["it is gone already"] if row is None else _obstacles(row, stamp.now)
         if reasons:
             name = "a checkpoint" if row is None else f"the checkpoint {row.id[:12]}"
@@ -305,11 +316,11 @@ def plan(
     now: datetime,
     *,
     needed: Mapping[str, Collection[str]] = MappingProxyType({}),
+    thin_needed: bool = False,
 ) -> RetentionPlan:
     """Plan what a policy keeps, thins and deletes."""
-    return plan_retention(
-        policy, retention_rows(connection, now, policy=policy, needed=needed), now
-    )
+    rows = retention_rows(connection, now, policy=policy, needed=needed)
+    return plan_retention(policy, rows, now, thin_needed=thin_needed)
 
 
 def apply_plan(
@@ -319,18 +330,20 @@ def apply_plan(
     stamp: Stamp,
     *,
     needed: Mapping[str, Collection[str]],
+    thin_needed: bool = False,
 ) -> RetentionPlan:
     """Delete what a plan of a policy deletes, if planning again gives the same plan; nothing is thinned here."""
     # The first plan finds the rows to lock; the second one sees what changed before that.
-    lock(connection, [r.serial for r in plan(connection, policy, stamp.now, needed=needed).delete])
-    current = plan(connection, policy, stamp.now, needed=needed)
+    how: Any = {"needed": needed, "thin_needed": thin_needed}
+    lock(connection, [r.serial for r in plan(connection, policy, stamp.now, **how).delete])
+    current = plan(connection, policy, stamp.now, **how)
     if current.id != plan_id:
         raise Conflict(
             "the plan has changed since it was shown: nothing was deleted",
             hint="review the new plan and apply that",
         )
     serials = [r.serial for r in current.delete]
-    delete(connection, serials, current.grace, stamp, why={"plan": current.id}, needed=needed)
+    delete(connection, serials, current.grace, stamp, why={"plan": current.id}, **how)
     return current
 
 
@@ -347,7 +360,7 @@ def restore(connection: Connection, serials: Sequence[int], stamp: Stamp) -> Non
         if state != "deleted":
             raise PermissionDenied(
                 f"a checkpoint that is {state} cannot be restored",
-                hint="only deleted ones can, until gc purges them",
+                hint="only deleted ones can, until gc purges or thins them",
             )
     update_checkpoints(connection, serials, **COMMITTED_AGAIN)
     _reset_locations(connection, serials)
@@ -362,16 +375,23 @@ def _reset_locations(connection: Connection, serials: Sequence[int]) -> None:
         connection.execute(places.values(deleted=None, purge_after=None, spared=False))
 
 
-def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] | None:
+def begin_purge(
+    connection: Connection, serial: int, stamp: Stamp, *, thin_needed: bool = False
+) -> list[str] | None:
     """Mark a checkpoint as being purged, which cannot be undone, and return its places.
 
     None if it is not deleted, or protected by now, or if its grace is not over, or not known.
+
+    Args:
+        thin_needed: also if others need it: it is thinned.
     """
     state = lock(connection, [serial])[serial]
-    if state not in ("deleted", "purging"):
+    if state not in REMOVED:
         return None
     row = retention_rows(connection, stamp.now, serials=[serial])[0]
-    if state == "deleted":
+    if thin_needed:
+        row = replace(row, dependents=())
+    if state != "purging":
         # The plan has applied the default grace. This is about a checkpoint that was restored and
         # deleted again since, with a grace of its own.
         end = end_of_grace(row, timedelta(0), stamp.now, clocks(connection))
@@ -385,15 +405,27 @@ def begin_purge(connection: Connection, serial: int, stamp: Stamp) -> list[str] 
 
 
 def stop_purge(
-    connection: Connection, serial: int, gone: Sequence[str], needed: Sequence[str], stamp: Stamp
+    connection: Connection,
+    serial: int,
+    gone: Sequence[str],
+    needed: Sequence[str],
+    stamp: Stamp,
+    *,
+    left: int | None = None,
 ) -> None:
-    """Mark a checkpoint that was being purged as deleted again, because others need it."""
+    """Mark a checkpoint that was being purged as deleted again, because others need it.
+
+    Args:
+        left: the bytes of the tensors that are left, if it was thinned.
+    """
     lock(connection, [serial])
     connection.execute(
         sa.delete(Location).where(Location.checkpoint == serial, Location.url.in_(gone))
     )
-    update_checkpoints(connection, [serial], state="deleted")
-    event(connection, "purge-stopped", stamp, serial, needed=list(needed), gone=list(gone))
+    values = {"state": "deleted"} if left is None else {"state": "thinned", "nbytes": left}
+    update_checkpoints(connection, [serial], **values)
+    action = "purge-stopped" if left is None else "purge-thinned"
+    event(connection, action, stamp, serial, needed=list(needed), gone=list(gone))
 
 
 def end_purge(connection: Connection, serial: int, stamp: Stamp) -> None:

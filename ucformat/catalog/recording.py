@@ -40,6 +40,7 @@ from ucformat.catalog.models import (
     stored_metric,
 )
 from ucformat.catalog.refs import parent_name, same_place
+from ucformat.catalog.retention import REMOVED
 from ucformat.catalog.rows import (
     COMMITTED_AGAIN,
     event,
@@ -53,8 +54,10 @@ from ucformat.catalog.rows import (
     serial_of,
     touch,
     unindexed,
+    update_checkpoints,
 )
-from ucformat.errors import UsageError
+from ucformat.catalog.stamp import GRACE, clocks
+from ucformat.errors import Conflict, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -128,6 +131,11 @@ def record_all(connection: Connection, checkpoints: Sequence[Found], stamp: Stam
             {"checkpoint": serials[f.manifest.id], "url": f.url, "listing": f.listing} for f in free
         ]
         connection.execute(sa.insert(Location).values(seen=stamp.now), rows)
+    deleted = [serials[i] for i, f in new.items() if f.manifest.is_remnant]
+    if deleted:  # by another catalog, or one that is lost
+        times = {"deleted": stamp.now, "purge_after": stamp.now + GRACE}
+        read = clocks(connection)
+        update_checkpoints(connection, deleted, state="thinned", **times, deleted_clocks=read)
     for checkpoint in new.values():
         _inherit(connection, serials[checkpoint.manifest.id], checkpoint, stamp)
     for checkpoint in checkpoints:
@@ -288,6 +296,9 @@ def _configs(connection: Connection, configs: Sequence[Mapping[str, Any]]) -> li
 def _record_known(connection: Connection, serial: int, checkpoint: Found, stamp: Stamp) -> None:
     """Record a place of a checkpoint whose id is known, and what its record lacks."""
     manifest = checkpoint.manifest
+    if manifest.is_remnant:
+        _record_remnant(connection, serial, checkpoint)
+        return
     content = manifest_content(manifest) if checkpoint.kind == "ucformat" else None
     if content is not None:
         check_same(connection, serial, checkpoint.url, content, manifest)
@@ -304,6 +315,20 @@ def _record_known(connection: Connection, serial: int, checkpoint: Found, stamp:
         _update_foreign(connection, serial, checkpoint)
     if checkpoint.run is not None and set_run(connection, serial, checkpoint.run, stamp.now):
         touch(connection, [serial])
+
+
+def _record_remnant(connection: Connection, serial: int, checkpoint: Found) -> None:
+    """Record the form of what this catalog has left of a checkpoint at a place; its record stays that of the whole."""
+    state = lock(connection, [serial])[serial]
+    if state not in REMOVED or serial_at(connection, checkpoint.url) != serial:
+        raise Conflict(
+            f"{checkpoint.url} has only what others need of the deleted checkpoint "
+            f"{checkpoint.manifest.id}",
+            hint="nothing was recorded; the catalog in which it was deleted removes it when "
+            "nothing needs it",
+        )
+    form = {"checkpoint": serial, "manifest": checkpoint.manifest.digest}
+    insert_if_absent(connection, Form, form, {}, Form.manifest)
 
 
 def _update_foreign(connection: Connection, serial: int, checkpoint: Found) -> None:
@@ -411,7 +436,7 @@ def record_location(
     here: dict[str, Any] = {"checkpoint": serial, "seen": stamp.now, "listing": listing}
     if before != serial:
         _undo_documented_deletion(connection, serial)
-        removed = (CheckpointRow.serial == serial, CheckpointRow.state.in_(("deleted", "purging")))
+        removed = (CheckpointRow.serial == serial, CheckpointRow.state.in_(REMOVED))
         spared = exists(connection, *removed)
         here |= {"deleted": None, "purge_after": None, "spared": spared}
     if not connection.execute(

@@ -53,8 +53,9 @@ if TYPE_CHECKING:
 # The checkpoints from which plans of retention and purges are made, and which of them others need.
 
 
-#: States of checkpoints that were deleted and are still in storage; and of all that are in storage.
-REMOVED = ("deleted", "purging")
+#: States of checkpoints that were deleted and are still in storage, of `thinned` ones only what others need; and of
+#: all that are in storage.
+REMOVED = ("deleted", "thinned", "purging")
 LIVE = ("committed", *REMOVED)
 
 _AFTER = "0"  # the character after the slash: texts that begin with `a/` are between `a/` and `a0`
@@ -459,8 +460,14 @@ class RetentionPlan:
         return tuple(RunBytes(run, *amounts[run]) for run in order)
 
 
-def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) -> RetentionPlan:
-    """Apply a policy to checkpoints, without deleting anything."""
+def plan_retention(
+    policy: Policy, rows: Iterable[RetentionRow], now: datetime, *, thin_needed: bool = False
+) -> RetentionPlan:
+    """Apply a policy to checkpoints, without deleting anything.
+
+    Args:
+        thin_needed: delete also what is kept only because others need it (default: no).
+    """
     judged, untouched, delete = [], [], []
     keep: list[Kept] = []
     thin: list[Thinned] = []
@@ -478,7 +485,8 @@ def plan_retention(policy: Policy, rows: Iterable[RetentionRow], now: datetime) 
         protected = protections(row, now)
         keepers = [(text, states) for text, serials, states in rules if row.serial in serials]
         reasons = (*protected, *(text for text, _ in keepers))
-        if not reasons:
+        only_needed = len(reasons) == len([*needed_by(row.dependents)])
+        if not reasons or (thin_needed and only_needed):
             delete.append(row)
         elif protected or any(not states for _, states in keepers):
             keep.append(Kept(row, reasons))

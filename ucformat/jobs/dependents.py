@@ -35,6 +35,7 @@ from ucformat.schema.values import parsed
 from ucformat.settings import allowed_roots, load_settings
 from ucformat.storage.base import exists
 from ucformat.storage.concurrency import map_io
+from ucformat.storage.folders import roots_hint
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -286,6 +287,31 @@ def reasons_beside(
         elif other != checkpoint:
             reasons[other] = (f"needed by {other}",)
     return reasons
+
+
+def dependent_places(store: Store, checkpoint: str) -> dict[str, tuple[str, ...]]:
+    """The places of the checkpoints that are based on one, by their ids.
+
+    Raises:
+        Conflict: something else needs it, or a place must not be read.
+    """
+    places: dict[str, tuple[str, ...]] = {}
+    for other, why in reasons_beside(store, checkpoint).items():
+        doc = _read(store, other)
+        if doc is None or doc.keeps != checkpoint or doc.reasons is not None:
+            raise Conflict(
+                f"all of {store.url} is {'; '.join(why)}",
+                hint="what is based on a checkpoint tells which of its tensors it needs; all else needs the whole",
+            )
+        urls = (doc.url, *doc.urls)
+        places[other] = tuple(place_of_base(store.url, url) for url in urls)
+        for url, place in zip(urls, places[other], strict=True):
+            if sibling_name(url) is None and not is_below(place, allowed_roots()):
+                raise Conflict(
+                    f"{other} at {place} is based on {store.url}, and reading files there is not allowed",
+                    hint=roots_hint(place),
+                )
+    return places
 
 
 def dependents_at(store: Store, checkpoint: str) -> tuple[str, ...]:

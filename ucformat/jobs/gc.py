@@ -10,12 +10,13 @@ resumes.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ucformat.catalog.deletion import begin_purge, end_purge, stop_purge
 from ucformat.catalog.refs import Ref, places_of, resolve
+from ucformat.catalog.retention import needed_by, plan_id
 from ucformat.catalog.stamp import GRACE, make_stamp
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
 from ucformat.format.attempts import (
@@ -31,6 +32,7 @@ from ucformat.format.digest import encoded
 from ucformat.format.structure import find_manifest
 from ucformat.jobs.documents import read_document, write_documents
 from ucformat.jobs.listing import check_listed, check_removed, is_empty
+from ucformat.jobs.remnants import keep_needed, plan_remnant, remnant_at
 from ucformat.jobs.removal import (
     bury,
     orphaned_document,
@@ -46,16 +48,17 @@ from ucformat.storage.base import exists
 from ucformat.storage.url import as_strings, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from datetime import timedelta
     from os import PathLike
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.deletion import PurgePlan
+    from ucformat.catalog.retention import RetentionRow
     from ucformat.schema.documents import TombstoneDoc
     from ucformat.storage.base import Store
 
-__all__ = ["Collected", "Leftover", "collect", "consult", "purge"]
+__all__ = ["Collected", "Leftover", "Thinning", "collect", "consult", "purge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +75,45 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinning:
+    """A deleted checkpoint of which others need only a part; the bytes of its tensors that are left are an estimate."""
+
+    row: RetentionRow
+    stored: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
 class Collected:
-    """What can be removed (`plan`, `resumed`, `leftovers`), and if applied, what was removed and what failed."""
+    """What can be removed (`plan`, `resumed`, `leftovers`, `thin`), and if applied, what was removed and what failed.
+
+    `whole` has the reasons why others that wait are not thinned, by id.
+    """
 
     plan: PurgePlan
     resumed: tuple[str, ...]  # ids of checkpoints whose purge was begun before
     leftovers: tuple[Leftover, ...]
-    purged: tuple[str, ...]  # ids
-    failures: tuple[str, ...]
+    thin: tuple[Thinning, ...] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
+    purged: tuple[str, ...] = ()  # ids
+    thinned: tuple[str, ...] = ()  # ids
+    failures: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """The id of the plan, also of what it thins."""
+        return (
+            plan_id(["thin", self.plan.id], [t.row for t in self.thin])
+            if self.thin
+            else self.plan.id
+        )
 
 
 def collect(
     catalog: Catalog,
     places: str | PathLike[str] | Iterable[str | PathLike[str]] = (),
     *,
+    thin: bool = False,
     apply: bool = False,
     expect: str | None = None,
     grace: timedelta = GRACE,
@@ -98,6 +126,8 @@ def collect(
             nothing protects them.
         places: also search below these places for uncommitted attempts that were not written to for
             `grace`.
+        thin: also thin the deleted checkpoints that only others protect, which need a part of them
+            (default: no).
         apply: remove it; otherwise nothing is touched (default: no).
         expect: the id of a plan: nothing is removed if the plan has changed (None: any plan).
         grace: for deleted checkpoints that have none of their own, and for attempts.
@@ -115,9 +145,11 @@ def collect(
         for place in as_strings(places)
         for x in _leftovers(catalog, place, before, resumed, failures)
     )
+    thinnings, whole = _thinnings(plan) if thin else ((), dict[str, str]())
+    planned_all = Collected(plan, resumed, leftovers, thinnings, whole, failures=tuple(failures))
     if not apply:
-        return Collected(plan, resumed, leftovers, (), tuple(failures))
-    if expect is not None and plan.id != expect:
+        return planned_all
+    if expect is not None and planned_all.id != expect:
         raise Conflict(
             "what can be removed has changed since the plan was made: nothing was removed",
             hint="review the new plan, and apply that",
@@ -129,13 +161,18 @@ def collect(
     failures += unclear.values()
     plan = catalog.purgeable(grace)  # without those that other catalogs protect
     clear = {*planned} - {*unclear}  # not those whose grace has ended only now
-    ids = [*resumed, *(r.id for r in plan.purge if r.id in clear)]
-    purged = []
+    waiting = {deferred.row.id for deferred in plan.wait} - {*unclear}
+    to_thin = [t.row.id for t in thinnings if t.row.id in waiting]
+    ids = [*resumed, *(r.id for r in plan.purge if r.id in clear), *to_thin]
+    purged, thinned = [], []
+    may_thin = {*resumed, *to_thin} if thin else set()
     for done, checkpoint in enumerate(ids, 1):
         try:
             with naming_place(checkpoint):
-                if purge(catalog, checkpoint):
+                if purge(catalog, checkpoint, thin=checkpoint in may_thin):
                     purged.append(checkpoint)
+                elif checkpoint in may_thin and catalog.get(checkpoint).state == "thinned":
+                    thinned.append(checkpoint)
         except UcformatError as error:
             failures.append(f"{checkpoint}: {_with_hint(error)}")
         if progress is not None:
@@ -148,7 +185,35 @@ def collect(
             failures.append(f"{left.url}: {error.message}")
         if progress is not None:
             progress(done, len(ids) + len(leftovers))
-    return Collected(plan, resumed, leftovers, tuple(purged), tuple(failures))
+    return replace(
+        planned_all,
+        plan=plan,
+        purged=tuple(purged),
+        thinned=tuple(thinned),
+        failures=tuple(failures),
+    )
+
+
+def _thinnings(plan: PurgePlan) -> tuple[tuple[Thinning, ...], dict[str, str]]:
+    """What can be thinned of the checkpoints that wait only for others, and why the rest cannot, by id."""
+    thin: list[Thinning] = []
+    whole: dict[str, str] = {}
+    for deferred in plan.wait:
+        row = deferred.row
+        if deferred.reasons != tuple(needed_by(row.dependents)):
+            continue
+        try:
+            plans = [plan_remnant(url, row.id) for url in row.places]
+            stored, left = sum(p.stored for p in plans), sum(p.left for p in plans)
+            if others := {*row.dependents}.difference(*(p.dependents for p in plans)):
+                raise Conflict(f"there is no record of what {min(others)} needs")
+            if left >= stored:
+                raise Conflict("what they need takes as much room as all that is there")
+        except UcformatError as error:
+            whole[row.id] = error.message
+        else:
+            thin.append(Thinning(row, stored, left))
+    return tuple(thin), whole
 
 
 def _places(catalog: Catalog, checkpoint: str) -> tuple[int, tuple[str, ...]]:
@@ -185,11 +250,15 @@ def _consult(catalog: Catalog, checkpoint: str, url: str) -> None:
         catalog.import_document(checkpoint, doc, url)
 
 
-def purge(catalog: Catalog, checkpoint: str) -> bool:
-    """Remove a checkpoint from all its places; False if something protects it in one of them."""
+def purge(catalog: Catalog, checkpoint: str, *, thin: bool = False) -> bool:
+    """Remove a checkpoint from all its places; False if something protects it in one of them.
+
+    Args:
+        thin: where others need it, keep what they need, and remove the rest.
+    """
     stamp = make_stamp()
     serial, _ = _places(catalog, checkpoint)
-    urls = catalog.database.write(lambda c: begin_purge(c, serial, stamp))
+    urls = catalog.database.write(lambda c: begin_purge(c, serial, stamp, thin_needed=thin))
     if urls is None:
         return False
     failures, needed, gone = [], set[str](), []
@@ -203,8 +272,20 @@ def purge(catalog: Catalog, checkpoint: str) -> bool:
             gone += [] if dependents else [url]
     if failures:
         raise UcformatError("; ".join(failures))
-    if needed:  # by dependents that were recorded after the plan
-        catalog.database.write(lambda c: stop_purge(c, serial, gone, sorted(needed), make_stamp()))
+    if needed:  # to be thinned, or by dependents that were recorded after the plan
+        kept = [url for url in urls if url not in gone]
+        try:
+            for url in kept if thin else ():
+                keep_needed(url, checkpoint)
+        finally:
+            found = ((url, remnant_at(url, checkpoint)) for url in kept)
+            remnants = {url: manifest for url, manifest in found if manifest is not None}
+            for url, manifest in remnants.items():
+                catalog.record(manifest, url)
+            left = max((m.tensors.nbytes for m in remnants.values()), default=None)
+            catalog.database.write(
+                lambda c: stop_purge(c, serial, gone, sorted(needed), make_stamp(), left=left)
+            )
         return False
     catalog.database.write(lambda c: end_purge(c, serial, make_stamp()))
     return True

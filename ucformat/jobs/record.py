@@ -44,6 +44,8 @@ def record_commit(url: str, manifest: Manifest) -> None:
     Also the one of its run that the training resumed from, if that is not in the catalog: its
     writer was killed after the commit, before it could be recorded.
     """
+    if manifest.is_remnant:
+        return  # whoever thins it records that
 
     def record(catalog: Catalog) -> None:
         from ucformat.catalog.rows import serial_of

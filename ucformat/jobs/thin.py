@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import Conflict, UcformatError, UnsupportedError, UsageError
 from ucformat.exporters.base import weights_of
-from ucformat.format.commit import abandon, begin, commit, give_up, settle
+from ucformat.format.attempts import mark_replacing
+from ucformat.format.commit import abandon, begin, commit, discard, give_up, settle
 from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import encode
 from ucformat.format.structure import MOUNT, find_manifest
@@ -189,6 +190,8 @@ def keep_tensors(
     keep: Collection[Key],
     reason: str,
     options: WriteOptions | None = None,
+    *,
+    check_needed: Callable[[], None] | None = None,
 ) -> Checkpoint:
     """Remove all tensors but some from a universal checkpoint in place.
 
@@ -199,6 +202,9 @@ def keep_tensors(
         keep: the tensors that stay.
         reason: why the others go, for the lineage and for those who look for them.
         options: how arrays are written (default: as they are).
+        check_needed: the checkpoint is deleted and its id stays, for those that are based on it. This is called when
+            whoever begins to need it sees that it is replaced; it raises Conflict if others need more (default: what
+            is left has an id of its own, and what is needed or kept is not thinned).
 
     Returns:
         The checkpoint that is left; `source` if nothing had to be dropped.
@@ -217,22 +223,16 @@ def keep_tensors(
             hint="`ucp delete` removes a whole checkpoint",
         )
     before = source.manifest
-    if before.bases:
-        raise UnsupportedError(
-            f"{source.url} has tensors that are stored in other checkpoints, as its `bases`",
-            hint=_COPY,
-        )
-    if why := protections_of(store.url, before.id):
-        raise Conflict(
-            f"the checkpoint {before.id} at {source.url} is not thinned: {'; '.join(why)}",
-            hint="remove the protections first (docs/retention.md)",
-        )
+    if check_needed is None:
+        _check_unprotected(source, store)
     options = _as_stored(before, options or WriteOptions())
     placed = _placed(source, infos)
     edge = lineage_to(source, THIN, _how(dropped, reason))
-    plan = {**plan_document(source, infos, options), THIN: before.id}
+    # by its attempt, as what keeps its id may be thinned again
+    replaced, keeps = (before.id, None) if check_needed is None else (before.attempt, before.id)
+    plan = {**plan_document(source, infos, options), THIN: replaced}
     needs = () if placed is None else tuple(url for url, _ in placed.homes)
-    attempt = begin(store, plan, overwrite=True, needs=needs)
+    attempt = begin(store, plan, overwrite=True, keeps=keeps, needs=needs)
     now = None if attempt.replaces is None else attempt.replaces[0]
     try:
         if now is None or now.attempt != before.attempt:
@@ -258,10 +258,37 @@ def keep_tensors(
         if placed is not None:  # little work is lost, and the files elsewhere are not needed for it
             give_up(store, attempt)
         raise
+    if check_needed is not None:
+        _check_marked(store, attempt, check_needed)
     done = commit(store, attempt, manifest)
     if recorded:
         discard_finished(store, attempt.id)
     return Checkpoint(Universal(store, allowed_roots, done))
+
+
+def _check_unprotected(source: Checkpoint, store: Store) -> None:
+    """Raise an error if a checkpoint is itself based on others, or must stay."""
+    before = source.manifest
+    if before.bases:
+        raise UnsupportedError(
+            f"{source.url} has tensors that are stored in other checkpoints, as its `bases`",
+            hint=_COPY,
+        )
+    if why := protections_of(store.url, before.id):
+        raise Conflict(
+            f"the checkpoint {before.id} at {source.url} is not thinned: {'; '.join(why)}",
+            hint="remove the protections first (docs/retention.md)",
+        )
+
+
+def _check_marked(store: Store, attempt: Attempt, check_needed: Callable[[], None]) -> None:
+    """Check what others need, after whoever begins to need the checkpoint sees that it is replaced."""
+    mark_replacing(store, attempt.id)
+    try:
+        check_needed()
+    except UcformatError:
+        discard(store, attempt.id)  # as nobody can begin to need what is marked
+        raise
 
 
 def _as_stored(manifest: Manifest, options: WriteOptions) -> WriteOptions:

@@ -243,8 +243,9 @@ def _in_folder(
     for url, ck in zip(places, map_io(open_one, places), strict=True):
         manifest = ck.manifest
         step = step_in_name(url) if manifest.step is None else manifest.step
-        if ck.id in deleted or left.covers(url, step, ck.id):
-            told[url] = "deleted" if ck.id in deleted else "left out"
+        is_deleted = ck.id in deleted or manifest.is_remnant
+        if is_deleted or left.covers(url, step, ck.id):
+            told[url] = "deleted" if is_deleted else "left out"
             continue
         members.append(_opened_member(ck, manifest, url, step))
         if (count := _beginning(url, manifest)) is not None:

@@ -238,6 +238,11 @@ class Manifest(_ManifestPart):
         return tuple(doc for doc in files if doc is not None)
 
     @property
+    def is_remnant(self) -> bool:
+        """Whether this is what is left of a deleted checkpoint, under its id, for those that are based on it."""
+        return any(edge.kind == "thin" and edge.id == self.id for edge in self.lineage)
+
+    @property
     def known_commits(self) -> int | None:
         """The manifest's own count of commits, else the greatest of the checkpoints that it was made from."""
         return self.commits or max(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
     from ucformat.cli.ui.output import Output
 
-_STATES = ("committed", "deleted", "purging", "purged", "replaced")
+_STATES = ("committed", "deleted", "thinned", "purging", "purged", "replaced")
 _SOURCES = {
     "flag": "the option --catalog",
     "env": "the variable UCP_CATALOG",

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 _REFS = ref_argument("refs", "REF…", many=True)
 
+_THIN = click.option(
+    "--thin",
+    is_flag=True,
+    help="Also what others need; `ucp gc --thin` keeps of it only what they need.",
+)
 _YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask for confirmation.")
 
 
@@ -45,6 +50,7 @@ _YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask 
     metavar="TIME",
     help="Grace period in which they can be restored.  [default: 7d]",
 )
+@_THIN
 @IGNORE_DEPENDENT
 @click.option(
     "-y",
@@ -54,7 +60,13 @@ _YES = click.option("-y", "--yes", is_flag=True, help="With --apply, do not ask 
     help="For scripts: nothing is asked in any case.",
 )
 @CATALOG
-def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], out: Output) -> None:
+def delete(
+    refs: tuple[str, ...],
+    grace: timedelta,
+    thin: bool,  # noqa: FBT001
+    ignored: tuple[str, ...],
+    out: Output,
+) -> None:
     """Delete checkpoints, all of them or none; `ucp restore` undoes it.
 
     Storage is not touched until `ucp gc` runs after the grace period. Checkpoints that have an
@@ -66,7 +78,7 @@ def delete(refs: tuple[str, ...], grace: timedelta, ignored: tuple[str, ...], ou
         ignore_dependents_of(
             ignored, [url for e in entries.values() for url in e.urls], out, "delete"
         )
-        catalog.delete(*ids, grace=grace)
+        catalog.delete(*ids, grace=grace, thin_needed=thin)
         gone = [catalog.get(i) for i in ids]
     out.result(
         lambda: (
@@ -148,12 +160,14 @@ def _row_table(rows: Iterable[tuple[RetentionRow, Sequence[str]]], why: str = ""
     is_flag=True,
     help="Thin and delete what the plan lists.  [default: only show the plan]",
 )
+@_THIN
 @IGNORE_DEPENDENT
 @_YES
 @CATALOG
 def retain(
     file: str,
     apply: bool,  # noqa: FBT001
+    thin: bool,  # noqa: FBT001
     ignored: tuple[str, ...],
     yes: bool,  # noqa: FBT001
     out: Output,
@@ -172,10 +186,10 @@ def retain(
         raise UsageError("--ignore-dependent goes with --apply")
     applied = False
     with opened_catalog() as catalog:
-        plan = catalog.retain(policy)
+        plan = catalog.retain(policy, thin_needed=thin)
         if ignored:
             _ignore_dependents([kept.row for kept in plan.keep], ignored, catalog, out, "retain")
-            plan = catalog.retain(policy)
+            plan = catalog.retain(policy, thin_needed=thin)
         if not (out.as_json or out.quiet):
             out.result(lambda: _retain_lines(plan), dict)
         for rule in plan.idle:
@@ -187,7 +201,7 @@ def retain(
         if apply and work:
             if not out.confirm(f"{_and('delete', 'permanently thin', plan)}?", yes=yes):
                 raise click.exceptions.Exit(1)
-            catalog.retain(policy, apply=plan.id)
+            catalog.retain(policy, apply=plan.id, thin_needed=thin)
         applied = apply
     done = _and("deleted", "thinned", plan) if applied else "nothing was deleted; --apply does it"
     out.result(
@@ -288,6 +302,11 @@ def _retain_data(plan: RetentionPlan, *, applied: bool) -> dict[str, Any]:
     "--apply", is_flag=True, help="Permanently remove what is listed.  [default: only list it]"
 )
 @click.option(
+    "--thin",
+    is_flag=True,
+    help="Also thin deleted checkpoints that only others protect, to what these need.",
+)
+@click.option(
     "--grace",
     type=TIME,
     default="7d",
@@ -301,6 +320,7 @@ def _retain_data(plan: RetentionPlan, *, applied: bool) -> dict[str, Any]:
 def gc(
     places: tuple[str, ...],
     apply: bool,  # noqa: FBT001
+    thin: bool,  # noqa: FBT001
     grace: timedelta,
     ignored: tuple[str, ...],
     yes: bool,  # noqa: FBT001
@@ -309,7 +329,8 @@ def gc(
     """Show what can be removed from storage; with --apply, remove it permanently.
 
     This includes deleted checkpoints whose grace period is over and that nothing protects, and
-    files below each PLACE that interrupted writers left. An interrupted gc is completed by the next
+    files below each PLACE that interrupted writers left; with --thin also what nobody needs of deleted
+    checkpoints that others need. An interrupted gc is completed by the next
     one.
     """
     from ucformat.cli.program import interruptible
@@ -327,10 +348,12 @@ def gc(
                 out,
                 "gc",
             )
-        collected = collect(catalog, places, grace=grace)
+        collected = collect(catalog, places, thin=thin, grace=grace)
         if not (out.as_json or out.quiet):
             out.result(lambda: _gc_lines(collected), dict)
-        work = bool(collected.plan.purge or collected.resumed or collected.leftovers)
+        work = bool(
+            collected.plan.purge or collected.resumed or collected.leftovers or collected.thin
+        )
         if apply and work:
             if not out.confirm(f"permanently remove {_amount(collected)}?", yes=yes):
                 raise click.exceptions.Exit(1)
@@ -339,13 +362,15 @@ def gc(
                 collected = collect(
                     catalog,
                     places,
+                    thin=thin,
                     apply=True,
-                    expect=collected.plan.id,
+                    expect=collected.id,
                     grace=grace,
                     progress=progress,
                 )
     done = (
         f"removed {plural(len(collected.purged), 'checkpoint')}"
+        + (f", thinned {len(collected.thinned)}" if thin else "")
         if apply
         else "nothing was removed; --apply does it"
     )
@@ -353,9 +378,13 @@ def gc(
         lambda: ["", done, *(f"  failed    {f}" for f in collected.failures)] if work else [],
         lambda: _gc_data(collected, applied=apply),
         lambda: (
-            collected.purged
+            (*collected.purged, *collected.thinned)
             if apply
-            else [*collected.resumed, *(row.id for row in collected.plan.purge)]
+            else [
+                *collected.resumed,
+                *(row.id for row in collected.plan.purge),
+                *(t.row.id for t in collected.thin),
+            ]
         ),
     )
     if collected.failures:
@@ -370,10 +399,16 @@ def _amount(collected: Collected) -> str:
     parts = [plural(len(collected.plan.purge) + len(collected.resumed), "checkpoint")]
     if collected.leftovers:
         parts.append(plural(len(collected.leftovers), "leftover"))
-    return f"{' and '.join(parts)}, {bytes_text(size)}"
+    text = f"{' and '.join(parts)}, {bytes_text(size)}"
+    if collected.thin:
+        dropped = bytes_text(sum(t.stored - t.left for t in collected.thin))
+        text += f", and {dropped} of {plural(len(collected.thin), 'other')}"
+    return text
 
 
 def _gc_lines(collected: Collected) -> Iterator[str]:
+    from ucformat.catalog.retention import needed_by
+
     plan = collected.plan
     yield Heading(f"remove {_amount(collected)}")
     if plan.purge:
@@ -383,19 +418,36 @@ def _gc_lines(collected: Collected) -> Iterator[str]:
     if collected.leftovers:
         yield ""
         yield from _leftovers(collected)
-    if plan.wait:
+    if collected.thin:
         yield ""
-        size = sum(w.row.nbytes for w in plan.wait)
-        yield Heading(f"wait for {plural(len(plan.wait), 'checkpoint')}, {bytes_text(size)}")
-        yield from _row_table([(w.row, _reasons(w)) for w in plan.wait], "because")
+        kept, stored = (
+            sum(n) for n in zip(*((t.left, t.stored) for t in collected.thin), strict=True)
+        )
+        yield Heading(
+            f"thin {plural(len(collected.thin), 'checkpoint')}: keep about {bytes_text(kept)}, "
+            f"remove {bytes_text(stored - kept)}"
+        )
+        yield from _row_table(
+            [(t.row, tuple(needed_by(t.row.dependents))) for t in collected.thin], "because"
+        )
+    wait = _waiting(collected)
+    if wait:
+        yield ""
+        size = sum(w.row.nbytes for w in wait)
+        yield Heading(f"wait for {plural(len(wait), 'checkpoint')}, {bytes_text(size)}")
+        yield from _row_table([(w.row, _reasons(w, collected)) for w in wait], "because")
 
 
-def _reasons(waiting: Deferred) -> tuple[str, ...]:
-    return (
-        waiting.reasons
-        if waiting.until is None
-        else (*waiting.reasons, f"until {moment(waiting.until)}")
-    )
+def _waiting(collected: Collected) -> list[Deferred]:
+    """The checkpoints that stay as they are."""
+    thin = {t.row.id for t in collected.thin}
+    return [w for w in collected.plan.wait if w.row.id not in thin]
+
+
+def _reasons(waiting: Deferred, collected: Collected) -> tuple[str, ...]:
+    until = () if waiting.until is None else (f"until {moment(waiting.until)}",)
+    whole = collected.whole.get(waiting.row.id)
+    return (*waiting.reasons, *(() if whole is None else (f"not thinned: {whole}",)), *until)
 
 
 def _leftovers(collected: Collected) -> Iterator[str]:
@@ -414,14 +466,24 @@ def _leftovers(collected: Collected) -> Iterator[str]:
 def _gc_data(collected: Collected, *, applied: bool) -> dict[str, Any]:
     plan = collected.plan
     return {
-        "plan": plan.id,
+        "plan": collected.id,
         "applied": applied,
         "purge": [_row_data(row) for row in plan.purge],
         "resumed": list(collected.resumed),
         "leftovers": [data_of(left) for left in collected.leftovers],
         "waiting": [
-            _row_data(w.row, reasons=list(w.reasons), until=instant(w.until)) for w in plan.wait
+            _row_data(
+                w.row,
+                reasons=list(w.reasons),
+                until=instant(w.until),
+                not_thinned=collected.whole.get(w.row.id),
+            )
+            for w in _waiting(collected)
         ],
+        "thin": [
+            _row_data(t.row, bytes_stored=t.stored, bytes_kept=t.left) for t in collected.thin
+        ],
+        "thinned": list(collected.thinned),
         "purged": list(collected.purged),
         "failures": list(collected.failures),
         "bytes": plan.bytes_purged + sum(left.nbytes for left in collected.leftovers),

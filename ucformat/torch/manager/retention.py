@@ -162,7 +162,7 @@ class RunRetention:
         """Remove the files of this run's deleted checkpoints whose grace is over."""
         of_run = {
             e.id: e.state
-            for e in catalog.find(f"(state = 'deleted' or state = 'purging') and {below}")
+            for e in catalog.find(f"state in ('deleted', 'thinned', 'purging') and {below}")
         }
         due = [r.id for r in catalog.purgeable().purge if r.id in of_run]
         unclear = consult(catalog, due)

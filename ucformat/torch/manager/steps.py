@@ -36,7 +36,7 @@ class RunStep:
     """A committed checkpoint of a run, as its manifest describes it, without the tensors.
 
     `bases` are the ids of the checkpoints on which it is based, and `written` the bytes that the
-    ranks wrote.
+    ranks wrote. `is_remnant` tells that it is deleted, and only what others need is left.
     """
 
     url: str
@@ -51,6 +51,7 @@ class RunStep:
     bases: tuple[str, ...] = ()
     written: int = 0
     states: Mapping[str, int] = field(default_factory=dict)  # bytes, as in `RetentionRow`
+    is_remnant: bool = False
 
     @property
     def family(self) -> None:
@@ -94,7 +95,10 @@ def step_of(folder: str) -> int | None:
 
 
 def list_steps(root: str) -> RunContents:
-    """List all files below `root`, and read the manifest of each committed checkpoint."""
+    """List all files below `root`, and read the manifest of each committed checkpoint.
+
+    Deleted ones of which only what others need is left are left out.
+    """
     store = open_store(root)
     folders: dict[str, int] = {}
     being_purged: list[str] = []
@@ -115,7 +119,7 @@ def list_steps(root: str) -> RunContents:
             return error.message
 
     answers = dict(zip(folders, map_io(read, folders), strict=True))
-    steps = newest_first(s for s in answers.values() if isinstance(s, RunStep))
+    steps = newest_first(s for s in answers.values() if isinstance(s, RunStep) and not s.is_remnant)
     unreadable = tuple((u, folders[u], why) for u, why in answers.items() if isinstance(why, str))
     commits = max((s.commits for s in steps if s.commits is not None), default=0)
     return RunContents(tuple(steps), unreadable, tuple(being_purged), commits)
@@ -143,6 +147,7 @@ def described_step(url: str, manifest: Manifest, step: int | None = None) -> Run
         bases=tuple(base.id for base in manifest.bases),
         written=sum(writer.nbytes for writer in manifest.writers),
         states=state_bytes(manifest.tensors),
+        is_remnant=manifest.is_remnant,
     )
 
 

@@ -41,7 +41,9 @@ def _newest_beside(home: str) -> str | None:
         except (IntegrityError, NotACheckpoint, UpgradeNeeded):
             return None
 
-    steps = newest_first(step for step in map_io(read, places) if step is not None)
+    steps = newest_first(
+        step for step in map_io(read, places) if step is not None and not step.is_remnant
+    )
     return steps[0].url if steps else None
 
 
