@@ -166,7 +166,7 @@ def test_storage_is_freed_when_the_grace_is_over(
     assert stored.exists()
     found = object_of(run("gc", "--json", "--apply").stdout)
     assert list(found) == [
-        "plan", "applied", "purge", "resumed", "leftovers", "waiting", "purged", "failures", "bytes",
+        "plan", "applied", "purge", "resumed", "leftovers", "waiting", "thin", "thinned", "purged", "failures", "bytes",
     ]  # fmt: skip
     assert found["purged"] == [id_]
     assert list(found["purge"][0]) == ROW
