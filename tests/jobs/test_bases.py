@@ -240,6 +240,35 @@ def test_copies_beside_each_other_share_the_base(tmp_path: Path, catalog: Catalo
     assert dependents_at(open_store(a.url), a.id) == ()
 
 
+def test_a_copy_is_not_put_where_it_would_read_its_base(tmp_path: Path) -> None:
+    a = put(tmp_path / "run" / "1", model())
+    b = put(tmp_path / "run" / "2", model("lora", seed=1), a)
+    c = put(tmp_path / "run" / "3", model("lora", "count", seed=2), b)
+    c = put(tmp_path / "run" / "4", model("lora", "count", seed=2), c)
+    for place in ("1", "3"):
+        with pytest.raises(UsageError, match="the copy would read the checkpoint"):
+            ucformat.copy(c, tmp_path / "backup" / place, with_bases=True)
+    put(tmp_path / "backup" / "1", model())
+    with pytest.raises(Conflict, match="is the place of another checkpoint"):
+        ucformat.copy(c, tmp_path / "backup" / "4", with_bases=True)
+    assert [place.name for place in (tmp_path / "backup").iterdir()] == ["1"]
+
+
+def test_thinning_leaves_what_is_stored_in_a_base_there(root: str, catalog: Catalog) -> None:
+    a = put(f"{root}/run/1", model())
+    arrays = model("lora", seed=1)
+    b = put(f"{root}/run/2", arrays, a)
+    left = ucformat.thin(b.url, "exp_avg")
+    del arrays["lora", "exp_avg"]
+    assert is_read(left, arrays)
+    assert ucformat.verify(left.url)
+    assert own_files(left) == {"lora"}
+    assert dependents_at(open_store(a.url), a.id) == (left.id,)
+    catalog.record(a.manifest, a.url)
+    with pytest.raises(PermissionDenied, match=f"needed by {left.id}"):
+        catalog.delete(a.id)
+
+
 # --- what is not read
 
 
@@ -287,6 +316,8 @@ def test_a_base_elsewhere_must_be_allowed(
     moved_base(b, str(tmp_path / "elsewhere"))
     with pytest.raises(UnsafeError, match="reading files there is not allowed"):
         ucformat.open(b.url)["frozen"].read()
+    with pytest.raises(UnsafeError, match="reading files there is not allowed"):
+        ucformat.verify(b.url)  # which does not say that it is damaged
     assert ucformat.open(b.url, roots=tmp_path)["frozen"].read().size
     # a link leads elsewhere, too
     moved_base(b, "../1")

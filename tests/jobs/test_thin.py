@@ -416,3 +416,19 @@ def test_kill_9_at_any_instant(form: str, tmp_path: Path) -> None:
             assert holds(ck, remaining(*MOMENTS))
             ucformat.verify(ck).raise_if_damaged()
     assert False in seen
+
+
+def test_what_an_interrupted_call_committed_is_recorded(
+    arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
+    before = ucformat.open(arrays)
+    with ucformat.Catalog() as catalog:
+        catalog.record(before.manifest, before.url)
+        with monkeypatch.context() as patch:
+            patch.setattr("ucformat.format.commit.on_commit", [])  # it is killed after its commit
+            left = ucformat.thin(arrays, MOMENTS)
+        assert catalog.get(before.id).state == "committed"
+        assert ucformat.thin(arrays, MOMENTS).id == left.id
+        assert catalog.get(before.id).state == "replaced"
+        assert catalog.get(left.id).urls == (left.url,)

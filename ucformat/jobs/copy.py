@@ -28,7 +28,7 @@ from ucformat.errors import (
 )
 from ucformat.format.attempts import folders_of
 from ucformat.format.audit import ShardFile, items, wrong_digests
-from ucformat.format.bases import place_of_base
+from ucformat.format.bases import place_of_base, url_of_base
 from ucformat.format.commit import announce, begin, commit, settle
 from ucformat.format.encoded import find_image
 from ucformat.format.extents import blocks_of, encoded_files
@@ -482,9 +482,31 @@ def _universal(ck: Checkpoint) -> Universal:
 
 
 def _put_bases(source: Universal, store: Store, options: WriteOptions, *, with_bases: bool) -> None:
-    """Have the bases of a checkpoint where its copy expects them."""
+    """Have the bases of a checkpoint where its copy expects them, and those of these."""
+    missing: dict[str, Universal] = {}
+    _find_missing(source, store.url, missing, with_bases=with_bases)
+    for place, base in missing.items():
+        if url_of_base(store.url, place) == url_of_base(store.url, store.url):
+            raise UsageError(
+                f"at {store.url} the copy would read the checkpoint {base.manifest.id}, on which it "
+                "is based",
+                hint="choose another name for the copy",
+            )
+    for place, base in reversed(missing.items()):  # the bases of a base first
+        copy(Checkpoint(base), place, workers=options.workers)
+
+
+def _find_missing(
+    source: Universal, home: str, missing: dict[str, Universal], *, with_bases: bool
+) -> None:
+    """Find the bases that are to be copied for a copy of a checkpoint at `home`, by their new places.
+
+    Raises:
+        UnsupportedError: one is not where the copy expects it, and is not to be copied.
+        Conflict: another checkpoint is, or is to be, where one is to be copied.
+    """
     for number, doc in enumerate(source.manifest.bases):
-        place = place_of_base(store.url, doc.url)
+        place = place_of_base(home, doc.url)
         there = find_manifest(open_store(place), UcformatError)
         if there is not None and there.id == doc.id:
             continue
@@ -495,8 +517,18 @@ def _put_bases(source: Universal, store: Store, options: WriteOptions, *, with_b
                 hint="with_bases=True (--with-bases) copies it, too; `ucp materialize SRC DST` "
                 "writes the checkpoint whole at another place",
             )
-        base = open_reference(source.bases.place(number))
-        copy(base, place, workers=options.workers, with_bases=True)
+        planned = missing[place].manifest if place in missing else there
+        if planned is not None and planned.id != doc.id:
+            raise Conflict(
+                f"{place}, where the copy would read its base {doc.id}, is the place of another "
+                f"checkpoint, {planned.id}",
+                hint="copy it to another folder",
+            )
+        base = open_reference(source.bases.place(number)).universal
+        assert base is not None  # noqa: S101 - only a universal checkpoint is a base
+        missing.pop(place, None)  # so that it comes before all that are based on it
+        missing[place] = base
+        _find_missing(base, place, missing, with_bases=True)
 
 
 def _protect_bases(manifest: Manifest, store: Store) -> None:

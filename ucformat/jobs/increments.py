@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from os import PathLike
 
+    from ucformat.format.bases import Bases
     from ucformat.format.commit import Attempt
+    from ucformat.format.universal import Universal
     from ucformat.schema.manifest import Manifest
 
 
@@ -134,8 +136,12 @@ class Base:
     def _owner(self, number: int | None) -> _Owner:
         if number is None:
             return _Owner(self.manifest.id, self.url, self.manifest.attempt)
-        manifest = self._bases.opened(number).manifest
-        return _Owner(manifest.id, self._bases.place(number), manifest.attempt)
+        return _owner(self._bases, number)
+
+
+def _owner(bases: Bases, number: int) -> _Owner:
+    manifest = bases.opened(number).manifest
+    return _Owner(manifest.id, bases.place(number), manifest.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +220,14 @@ class References:
 
 
 NO_REFERENCES = References()
+
+
+def references_of(source: Universal, keys: Iterable[Key], home: str) -> References:
+    """The references of a checkpoint at `home` to tensors of its bases, those among these tensors."""
+    docs = [doc for key in keys if (doc := source.docs[key]).is_referenced]
+    numbers = {number: n for n, number in enumerate(dict.fromkeys(doc.base or 0 for doc in docs))}
+    tensors = tuple(replace(doc, base=numbers[doc.base or 0]) for doc in docs)
+    return References(tuple(_owner(source.bases, number) for number in numbers), tensors, home)
 
 
 def find_references(

@@ -19,7 +19,7 @@ from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.errors import Conflict, UcformatError, UnsupportedError, UsageError
 from ucformat.exporters.base import weights_of
 from ucformat.format.attempts import mark_replacing
-from ucformat.format.commit import abandon, begin, commit, discard, give_up, settle
+from ucformat.format.commit import abandon, announce, begin, commit, discard, give_up, settle
 from ucformat.format.extents import put_sidecar
 from ucformat.format.sidecar import encode
 from ucformat.format.structure import MOUNT, find_manifest
@@ -30,6 +30,7 @@ from ucformat.jobs.convert import put_others, write
 from ucformat.jobs.dependents import need, unprotected
 from ucformat.jobs.documents import protections_of
 from ucformat.jobs.finished import discard_finished
+from ucformat.jobs.increments import references_of
 from ucformat.jobs.materialize import FILE_FIELDS, compare_fingerprints, must_replace, own_store
 from ucformat.jobs.record import lineage_to
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from ucformat.format.commit import Attempt
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.jobs.increments import References
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
@@ -196,7 +198,8 @@ def keep_tensors(
     """Remove all tensors but some from a universal checkpoint in place.
 
     Arrays stay arrays, of the same chunks, and weights in safetensors files stay such; packed
-    tensors become arrays. Virtual checkpoints stay virtual.
+    tensors become arrays, patches too. Virtual checkpoints stay virtual, and what is stored in a
+    base stays there.
 
     Args:
         keep: the tensors that stay.
@@ -216,6 +219,7 @@ def keep_tensors(
     dropped = [info for info in source.tensors.values() if info.key not in keep]
     if not dropped:
         settle(store)
+        announce(store.url, source.manifest)  # its writer may have been killed before it did
         return source
     if not infos:
         raise UsageError(
@@ -227,11 +231,12 @@ def keep_tensors(
         _check_unprotected(source, store)
     options = _as_stored(before, options or WriteOptions())
     placed = _placed(source, infos)
+    references = references_of(source.universal, [info.key for info in infos], store.url)
     edge = lineage_to(source, THIN, _how(dropped, reason))
     # by its attempt, as what keeps its id may be thinned again
     replaced, keeps = (before.id, None) if check_needed is None else (before.attempt, before.id)
-    plan = {**plan_document(source, infos, options), THIN: replaced}
-    needs = () if placed is None else tuple(url for url, _ in placed.homes)
+    plan = {**plan_document(source, infos, options), **references.plan, THIN: replaced}
+    needs = references.urls if placed is None else tuple(url for url, _ in placed.homes)
     attempt = begin(store, plan, overwrite=True, keeps=keeps, needs=needs)
     now = None if attempt.replaces is None else attempt.replaces[0]
     try:
@@ -239,7 +244,10 @@ def keep_tensors(
             return _overtaken(store, attempt, before, keep)
         must_replace(store, attempt, "thinned", _COPY)
         if placed is None:
-            written, recorded = _write(source, store, attempt, infos, options)
+            references.protect(str(attempt.keeps))
+            referenced = references.keys
+            own = [info for info in infos if info.key not in referenced]
+            written, recorded = _write(source, store, attempt, own, options, references)
         else:
             written, recorded = _write_virtual(source, store, attempt, placed), False
         changed = {name: getattr(written, name) for name in (*FILE_FIELDS, "aliases")}
@@ -267,16 +275,10 @@ def keep_tensors(
 
 
 def _check_unprotected(source: Checkpoint, store: Store) -> None:
-    """Raise an error if a checkpoint is itself based on others, or must stay."""
-    before = source.manifest
-    if before.bases:
-        raise UnsupportedError(
-            f"{source.url} has tensors that are stored in other checkpoints, as its `bases`",
-            hint=_COPY,
-        )
-    if why := protections_of(store.url, before.id):
+    """Raise an error if a checkpoint must stay as it is."""
+    if why := protections_of(store.url, source.id):
         raise Conflict(
-            f"the checkpoint {before.id} at {source.url} is not thinned: {'; '.join(why)}",
+            f"the checkpoint {source.id} at {source.url} is not thinned: {'; '.join(why)}",
             hint="remove the protections first (docs/retention.md)",
         )
 
@@ -331,6 +333,7 @@ def _write(
     attempt: Attempt,
     infos: Sequence[TensorInfo],
     options: WriteOptions,
+    references: References,
 ) -> tuple[Manifest, bool]:
     """Write the tensors of a checkpoint with files of its own; as `write`."""
     universal = source.universal
@@ -343,7 +346,8 @@ def _write(
         else partial(WeightsJob, source, store, attempt.id, infos, files, options, weights)
     )
     others = [i for i in infos if files is None or i.key not in files.tensors]
-    return write(ShardJob(source, store, attempt.id, others, options), attempt, in_files)
+    job = ShardJob(source, store, attempt.id, others, options)
+    return write(job, attempt, in_files, references)
 
 
 def _write_virtual(

@@ -111,7 +111,8 @@ def verify(
 
     Raises:
         NotFinished: this process of torchrun has done its part, and rank 0 has the report.
-        UnsafeError: it is not signed as `signed_by` demands.
+        UnsafeError: it is not signed as `signed_by` demands, or its bases are where no files may be
+            read.
         NotACheckpoint: there is no committed checkpoint.
         AmbiguousLayout: the files of a foreign checkpoint can be read in two ways.
     """
@@ -129,6 +130,9 @@ def verify(
     if signature is not None and signed_by is None:
         raise UsageError("a signature is checked only against signers", hint="pass signed_by, too")
     signed = None if signed_by is None else check_signed(ck, signed_by, signature)
+    if ck.universal:
+        for number in range(len(ck.universal.bases.docs)):
+            ck.universal.bases.place(number)  # what may not be read is not damaged
     job = VerifyJob(ck)
     workers = workers or workers_for(ck.store)
     done = run_job(job, where, workers, progress)
