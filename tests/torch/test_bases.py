@@ -11,6 +11,7 @@ import torch
 import ucformat
 from tests.torch.ranks import KILLED, Ranks
 from ucformat.errors import UnsupportedError, UsageError
+from ucformat.jobs import increments
 from ucformat.jobs.dependents import dependents_at
 from ucformat.jobs.removal import discard
 from ucformat.storage.url import open_store
@@ -112,3 +113,17 @@ def test_bases_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="--virtual --checksums"):
         save(tensors, tmp_path / "2", base=tmp_path / "w.pt")
     assert not (tmp_path / "2").exists()
+
+
+def test_the_newest_is_no_base_if_no_more_can_be_based_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(increments, "MAX_CHAIN", 2)
+    weights = torch.zeros(40_000)
+    for step in range(4):
+        weights[step] = 1
+        save({"w": weights}, tmp_path / str(step), step=step, base=True, patch=True)
+    bases = [ucformat.open(tmp_path / str(step)).manifest.bases for step in range(4)]
+    assert [[base.url for base in docs] for docs in bases] == [[], ["../0"], ["../1"], []]
+    with pytest.raises(UsageError, match="2 checkpoints are patches of each other"):
+        save({"w": weights + 1}, tmp_path / "5", base=tmp_path / "2", patch=True)

@@ -86,9 +86,14 @@ class Base:
         places = (place_of_base(self.url, doc.url) for doc in self._bases.docs)
         return [url_of_base(self._home, place) for place in (self.url, *places)]
 
+    @property
+    def is_deepest(self) -> bool:
+        """Whether so many checkpoints lie below the base that one more could not be read."""
+        return self._bases.depth >= MAX_CHAIN
+
     def check_depth(self) -> None:
-        """Raise UsageError if so many checkpoints lie below the base that one more could not be read."""
-        if self._bases.depth >= MAX_CHAIN:
+        """Raise UsageError if patches of the base could not be read."""
+        if self.is_deepest:
             raise UsageError(
                 f"{MAX_CHAIN} checkpoints are patches of each other already, the last at {self.url}",
                 hint="`ucp compact --fold` makes one patch of it; a training saves without base now and then, "

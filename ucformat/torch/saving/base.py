@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
 
 def open_base(base: str | None, home: str) -> Base | None:
-    """Open the base of a checkpoint that is saved at `home`; None if there is none to be based on."""
+    """Open the base of a checkpoint that is saved at `home`; None if there is none to be based on.
+
+    The newest one in the folder is none if no further one can be based on it: a training goes on.
+    """
     place = _newest_beside(home) if base == LATEST else base
-    return None if place is None else Base(open_reference(place), home)
+    opened = None if place is None else Base(open_reference(place), home)
+    return None if opened is not None and base == LATEST and opened.is_deepest else opened
 
 
 def _newest_beside(home: str) -> str | None:

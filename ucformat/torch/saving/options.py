@@ -69,9 +69,9 @@ class RunArguments(TypedDict, total=False):
         replicas: `equal` (the default) requires objects and tensors to be equal on all ranks that
             have them under one name. `first` saves the value of the first rank unchecked.
         base: write nothing of tensors that equal those of this checkpoint, a path, url or reference,
-            but refer to it: `True` or `"latest"` is the newest one beside `url`, if there is one
-            (default: everything is written). The base must stay, and is protected. The weights of
-            the form `safetensors` are always written.
+            but refer to it: `True` or `"latest"` is the newest one beside `url`, if there is one and
+            fewer than 64 are patches of each other (default: everything is written). The base must
+            stay, and is protected. The weights of the form `safetensors` are always written.
         patch: store tensors that differ from those of `base` as patches of them, tile by tile, where
             these are smaller (extra `codecs`); of the base each rank reads what it writes. What is
             not equal to the base is packed then, whatever the `form` is, unless there is no base.
