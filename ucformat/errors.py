@@ -269,6 +269,20 @@ def check_keywords(function: str, given: Mapping[str, object], allowed: type) ->
         raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
 
 
+def refuse_arguments(function: str, given: Mapping[str, object], hints: Mapping[str, str]) -> None:
+    """Refuse arguments that a function cannot take, where others like it do.
+
+    Args:
+        hints: what to do instead, by the name of the argument.
+
+    Raises:
+        UsageError: one of them is given.
+    """
+    for name, hint in hints.items():
+        if given.get(name) is not None:
+            raise UsageError(f"{function} does not take {name}", hint=hint)
+
+
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Check an argument that is one of a few values, which 1 and True are not the same of.
 

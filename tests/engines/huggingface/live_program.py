@@ -100,6 +100,10 @@ def all_of(of: UniversalTrainer) -> dict[str, Any]:
     return held(of.model, of.optimizer.optimizer) | state
 
 
+class OnABase(UniversalTrainer):
+    save_options: Mapping[str, Any] = MappingProxyType({"base": True, "patch": True})
+
+
 class InBackground(UniversalTrainer):
     save_in_background = True
     save_options: Mapping[str, Any] = MappingProxyType({"form": "packed", "certify": True})
@@ -108,7 +112,7 @@ class InBackground(UniversalTrainer):
 def the_trainer(folder: Path) -> dict[str, Any]:
     """9 steps, and the last 5 again: steps 3 and 6 are saved, an epoch has 4."""
     out: dict[str, Any] = {}
-    for cls, options in ((UniversalTrainer, {}), (InBackground, {"save_total_limit": 2})):
+    for cls, options in ((OnABase, {}), (InBackground, {"save_total_limit": 2})):
         name = cls.__name__
         patience = EarlyStoppingCallback(early_stopping_patience=5)
         more = {
@@ -136,7 +140,17 @@ def the_trainer(folder: Path) -> dict[str, Any]:
             last.state.global_step,
             expected["losses"].items() <= losses(last).items(),
         ]
-    ck = ucformat.open(folder / "UniversalTrainer" / "checkpoint-9")
+    ck = ucformat.open(folder / "OnABase" / "checkpoint-9")
+    resumed = ucformat.open(folder / "OnABase" / "checkpoint-6")
+    out["bases"] = [[base.url for base in c.manifest.bases] for c in (resumed, ck)]
+    wrong = trainer(folder / "wrong")
+    wrong.save_options = {"increments": 1}
+    out["refused"] = []
+    for act in (wrong.train, lambda: SaveCallback("x", basis=True)):
+        try:
+            act()
+        except TypeError as error:
+            out["refused"].append(str(error))
     out["facts"] = {
         "run": ck.manifest.run,
         "step": ck.manifest.step,
@@ -176,7 +190,7 @@ def the_sharded_trainer(folder: Path) -> dict[str, Any]:
 
 def the_callback(folder: Path) -> dict[str, Any]:
     """A checkpoint that a callback saved besides the Trainer's own; a UniversalTrainer goes on from it."""
-    saving = SaveCallback(str(folder / "universal"), background=True)
+    saving = SaveCallback(str(folder / "universal"), background=True, base="latest", patch=True)
     whole = trainer(folder / "plain", Trainer, callbacks=[saving], save_only_model=True)
     whole.train()
     expected = all_of(whole)
@@ -184,6 +198,7 @@ def the_callback(folder: Path) -> dict[str, Any]:
     again.train(resume_from_checkpoint=str(folder / "universal" / "step-6"))
     return {
         "differences": differences(all_of(again), expected),
+        "bases": [b.url for b in ucformat.open(folder / "universal" / "step-6").manifest.bases],
         "plain": sorted(p.name for p in (folder / "plain" / "checkpoint-6").iterdir()),
     }
 
@@ -269,10 +284,12 @@ def accelerate_part(folder: Path, sharded: bool) -> dict[str, Any]:
     url = str(folder / f"accelerate-{sharded}")
     first = accelerated(sharded)
     source = iter(first[5])
-    run(first, source, 4)
+    run(first, source, 2)
     state = accelerator_state(first[0])
     state["loader"] = first[5]
-    ucf.save(state, url)
+    ucf.save(state, f"{url}-base")
+    run(first, source, 2)
+    ucf.save(state, url, base=f"{url}-base", patch=True)
     expected = run(first, source, 4)
     second = accelerated(sharded)
     report = ucf.load({**accelerator_state(second[0]), "loader": second[5]}, url, strict=True)
@@ -287,6 +304,7 @@ def accelerate_part(folder: Path, sharded: bool) -> dict[str, Any]:
         "names": sorted(ucformat.open(url).names()),
         "cut": any(isinstance(p, DTensor) for p in first[1].parameters()),
         "missing": list(report.missing),
+        "bases": [base.url for base in ucformat.open(url).manifest.bases],
     }
 
 

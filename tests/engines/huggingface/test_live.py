@@ -17,10 +17,11 @@ def test_hugging_face(tmp_path: Path) -> None:
     fork(2, [str(PROGRAM), str(tmp_path)], tmp_path / "log.txt", MODULES)
     found, second = (json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2))
     assert found == second
-    for kind in ("UniversalTrainer", "InBackground"):
+    for kind in ("OnABase", "InBackground"):
         a_trainer_goes_on_bit_for_bit(found, kind)
     a_trainer_keeps_as_many_as_it_is_told(found)
     what_a_trainer_saves_is_universal(found)
+    a_trainer_saves_on_bases(found)
     a_trainer_goes_on_from_what_a_callback_saved(found)
     a_trainer_goes_on_from_what_the_trainer_itself_saved(found)
     a_model_cut_by_fsdp2_is_resumed(found)
@@ -42,7 +43,7 @@ def a_trainer_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
 
 
 def a_trainer_keeps_as_many_as_it_is_told(found: dict[str, Any]) -> None:
-    assert found["trainer"]["UniversalTrainer"]["kept"] == [
+    assert found["trainer"]["OnABase"]["kept"] == [
         "checkpoint-3",
         "checkpoint-6",
         "checkpoint-9",
@@ -59,6 +60,15 @@ def what_a_trainer_saves_is_universal(found: dict[str, Any]) -> None:
         "states": ["exp_avg", "exp_avg_sq", "step", "weight"],
         "config": [24, 0.01],
     }
+
+
+def a_trainer_saves_on_bases(found: dict[str, Any]) -> None:
+    assert found["trainer"]["bases"] == [["../checkpoint-3"], ["../checkpoint-6"]]
+    assert found["trainer"]["refused"] == [
+        "save() got an unexpected keyword argument 'increments'",
+        "save() got an unexpected keyword argument 'basis'",
+    ]
+    assert found["callback"]["bases"] == ["../step-3"]
 
 
 def a_trainer_goes_on_from_what_a_callback_saved(found: dict[str, Any]) -> None:
@@ -90,3 +100,4 @@ def accelerate(found: dict[str, Any], sharded: bool) -> None:
     assert result["loaded"] == [4, 8]
     assert result["names"] == ["0.weight", "2.bias", "2.weight"]
     assert result["cut"] is sharded
+    assert result["bases"] == [f"../accelerate-{sharded}-base"]

@@ -141,6 +141,8 @@ def round_trip(folder: Path, make: Any, **more: Any) -> dict[str, Any]:
             ).hparams.dropout,
         ],
         "cut": [isinstance(p, DTensor) for p in module.parameters()],
+        "bases": [base.url for base in ucformat.open(folder / "epoch=1.ckpt").manifest.bases],
+        "run": saved_there.manifest.run,
     }
 
 
@@ -210,6 +212,35 @@ def across(folder: Path) -> dict[str, Any]:
     return out
 
 
+def one_rank(folder: Path) -> dict[str, Any]:
+    """What a CheckpointIO saves on a base, and the arguments that are refused."""
+    held = {"state_dict": Plain().state_dict(), "global_step": 1}
+    place = folder / str(dist.get_rank())
+    io = UniversalCheckpointIO("packed", base=True, patch=True)
+    io.save_checkpoint(held, place / "a")
+    held["state_dict"]["net.0.weight"][3] += 1
+    io.save_checkpoint(held, place / "b")
+    loaded = io.load_checkpoint(place / "b")["state_dict"]
+    refused = []
+    for make, wrong in (
+        (UniversalCheckpointIO, {"increments": 1}),
+        (UniversalCheckpointIO, {"timeout": 3.0}),
+        (UniversalDDPStrategy, {"increments": 1}),
+        (UniversalDDPStrategy, {"group": 1}),
+        (UniversalDDPStrategy, {"patch": True}),
+        (UniversalModelParallelStrategy, {"basis": True}),
+    ):
+        try:
+            make(**wrong)
+        except (TypeError, ValueError) as error:
+            refused.append(f"{type(error).__name__}: {error}")
+    return {
+        "bases": [base.url for base in ucformat.open(place / "b").manifest.bases],
+        "equal": all(torch.equal(loaded[n], t) for n, t in held["state_dict"].items()),
+        "refused": refused,
+    }
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -219,7 +250,9 @@ def main() -> None:
         "ddp": round_trip(folder / "ddp", UniversalDDPStrategy),
         "background": round_trip(
             folder / "background",
-            lambda: UniversalDDPStrategy(background=True, form="packed", certify=True),
+            lambda: UniversalDDPStrategy(
+                background=True, form="packed", certify=True, base="latest", patch=True, run="lit"
+            ),
         ),
         "fsdp": round_trip(
             folder / "fsdp",
@@ -228,6 +261,7 @@ def main() -> None:
             ),
         ),
         "across": across(folder / "across"),
+        "one rank": one_rank(folder / "one"),
     }
     (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found, default=str))
     leave()

@@ -24,6 +24,7 @@ def test_lightning(tmp_path: Path) -> None:
     for pair in ("io-ddp", "io-fsdp", "fsdp-ddp", "io-tp", "fsdp-tp"):
         a_training_goes_on_under_another_strategy(found, pair)
     what_one_rank_saves_is_universal(found)
+    one_rank_saves_on_a_base(found)
     what_cannot_be_is_refused(found)
 
 
@@ -34,7 +35,10 @@ def a_training_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
     assert now == expected
     assert len(now) == 6
     assert result["saved"] == [f"epoch={n}.ckpt" for n in range(4)]
-    assert result["removed"]
+    based = kind == "background"
+    assert result["removed"] is not based  # the others need it
+    assert result["bases"] == ["../epoch=0.ckpt"] * based
+    assert result["run"] == ("lit" if based else None)
     assert result["stock"] == [True, 0.0, 0.2]
     assert result["cut"] == [kind == "fsdp"] * 4
 
@@ -68,3 +72,19 @@ def what_cannot_be_is_refused(found: dict[str, Any]) -> None:
     assert found["across"]["unnamed"].startswith(
         "UnsupportedError: optimizer 0 does not know the names of its parameters"
     )
+    said = (
+        "TypeError: UniversalCheckpointIO() got an unexpected keyword argument 'increments'",
+        "UsageError: UniversalCheckpointIO does not take timeout",
+        "UsageError: UniversalDDPStrategy does not take increments",
+        "UsageError: UniversalDDPStrategy does not take group",
+        "UsageError: patch=True needs a base",
+        "TypeError: ",
+    )
+    for refusal, start in zip(found["one rank"]["refused"], said, strict=True):
+        assert refusal.startswith(start)
+    assert "'basis'" in found["one rank"]["refused"][-1]
+
+
+def one_rank_saves_on_a_base(found: dict[str, Any]) -> None:
+    assert found["one rank"]["bases"] == ["../a"]
+    assert found["one rank"]["equal"]

@@ -115,6 +115,9 @@ def test_the_trainer_goes_on(tmp_path: Path) -> None:
         form="packed",
         async_mode="async",
         run="titan",
+        interval=1,
+        increments={"patch": True},
+        save_options={"config": {"lr": 1}},
         folder="ck",
     )
     assert again["states"]["2"] == saved
@@ -122,6 +125,9 @@ def test_the_trainer_goes_on(tmp_path: Path) -> None:
     assert again["losses"] == {step: whole["losses"][step] for step in ("3", "4")}
     assert again["tokens"] == whole["tokens"]
     assert ucformat.open(tmp_path / "again" / "ck" / "step-00000004").manifest.run == "titan"
+    manifest = ucformat.open(tmp_path / "again" / "ck" / "step-00000004").manifest
+    assert [base.url for base in manifest.bases] == ["../step-00000003"]
+    assert manifest.config == {"lr": 1}
 
     (tmp_path / "ranks-3" / "checkpoint").mkdir(parents=True)
     shutil.copytree(

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+import ucformat
 from tests.torch.running import fork
 from ucformat.engines.torchtitan.live import CheckpointManager
+from ucformat.torch import Increments
 
 PROGRAM = Path(__file__).parent / "live_program.py"
 MODULES = ("torchdata.stateful_dataloader", "ucformat.torch.integrations.torchtitan")
@@ -41,6 +44,30 @@ def test_an_empty_list_of_schedulers_is_none(tmp_path: Path) -> None:
     assert "lr_scheduler" not in manager.states
     assert manager.load()
     manager.close()
+
+
+def test_increments_are_loaded_bit_for_bit(tmp_path: Path) -> None:
+    model = torch.nn.Linear(300, 300)
+    objects: Any = {"model_parts": model, "optimizers": torch.optim.SGD(model.parameters())}
+    manager = CheckpointManager(tmp_path, **objects, interval=1, increments=Increments(patch=True))
+    manager.save(1)
+    with torch.no_grad():
+        model.weight[7] += 1
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    manager.save(2)
+    manager.close()
+    first, second = (ucformat.open(tmp_path / f"step-0000000{n}") for n in (1, 2))
+    assert [base.id for base in second.manifest.bases] == [first.manifest.id]
+    assert sum(w.nbytes for w in second.manifest.writers) < model.weight.nbytes / 4
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    again = CheckpointManager(tmp_path, **objects)
+    assert again.load()
+    again.close()
+    assert all(torch.equal(tensor, expected[n]) for n, tensor in model.state_dict().items())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'increment'"):
+        CheckpointManager(tmp_path, **objects, increment=Increments())
 
 
 def a_training_goes_on_bit_for_bit(found: dict[str, Any], where: str) -> None:

@@ -57,6 +57,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: 
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from ucformat.engines.torchtitan.config import UniversalCheckpointManager  # noqa: E402
+from ucformat.torch import Increments  # noqa: E402
 
 _GLOBAL_BATCH = 12
 
@@ -152,6 +153,8 @@ def main() -> None:
     config.debug.seed = 0
     if options.pop("merge", False):
         options["merge_dataloader"] = _dealt
+    if increments := options.pop("increments", None):
+        options["increments"] = Increments(**increments)
     config.checkpoint = UniversalCheckpointManager.Config(enable=True, **{"interval": 2, **options})
     json.dumps(config.to_dict())  # as the trainer logs it
     trainer = Watched(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import setitem
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -16,18 +16,15 @@ from ucformat.engines.deepspeed.live_engine import (
     shape_of,
 )
 from ucformat.engines.deepspeed.model_states import SCALER, scaler_of
-from ucformat.errors import UcformatError, UnsupportedError, UsageError, check_keywords
+from ucformat.errors import UcformatError, UnsupportedError, UsageError, refuse_arguments
 from ucformat.geometry.box import row_major
 from ucformat.geometry.local import Dim, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.reading.readable import LazySequence, json_key
 from ucformat.reading.values import SMALL, references
 from ucformat.sources.configuration import program_config
-from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.values import FittedValues
-from ucformat.torch.saving.manifest import SaveMetadata
-from ucformat.torch.saving.options import SaveOptions
-from ucformat.torch.saving.save import save_in_group
+from ucformat.torch.saving.save import prepare, save_prepared, saving_group
 from ucformat.torch.state.collect import ValueSlot
 from ucformat.torch.state.local import LocalShard, LocalState, local_of
 from ucformat.torch.state.memory import dtype_name, synchronize, torch_dtype
@@ -40,14 +37,12 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.engines.deepspeed.live_engine import EngineParts, OptimizerTensor
     from ucformat.geometry.distribution import Distribution
-    from ucformat.schema.manifest import LineageDoc
-    from ucformat.torch.saving.options import Form, SaveArguments
+    from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.saving.save import Saved
 
     Put = Callable[[], None]
 
 __all__ = [
-    "EngineSaveArguments",
     "boxes_of",
     "collect",
     "locals_of_buffers",
@@ -237,33 +232,11 @@ def _plain_state(entries: Sequence[OptimizerTensor]) -> dict[str, Any]:
     }
 
 
-class EngineSaveArguments(TypedDict, total=False):
-    """The arguments of `save`, besides the engine, the url and the client state.
-
-    Attributes:
-        step: the training step (default: the engine's).
-        run: name of the training run, for the catalog.
-        metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
-        config: configuration of the training, JSON values (default: DeepSpeed's, without secrets).
-            DeepSpeed's is always saved as the object `ds_config`, too.
-        form: `zarr` (the default) writes arrays, `packed` one file per rank, `safetensors` files of
-            weights; see `ucformat.torch.save`.
-        overwrite: replace an existing checkpoint, which stays intact until the new one is
-            committed (default: no).
-        certify: compare what was written with what the ranks held, as for `ucformat.torch.save`.
-        lineage: the checkpoints that this one was derived from.
-        timeout: seconds after which an unresponsive rank is considered dead.
-    """
-
-    step: int | None
-    run: str | None
-    metrics: Mapping[str, float] | None
-    config: Mapping[str, Any] | None
-    form: Form
-    overwrite: bool
-    certify: bool
-    lineage: Sequence[LineageDoc]
-    timeout: float
+#: Arguments of saves that an engine determines, and what to do instead.
+_REFUSED = {
+    "names": "an engine has the names of its whole model",
+    "group": "all ranks of the engine save together",
+}
 
 
 def save(
@@ -271,7 +244,7 @@ def save(
     url: str | PathLike[str],
     *,
     client_state: Mapping[str, Any] | None = None,
-    **arguments: Unpack[EngineSaveArguments],
+    **arguments: Unpack[SaveArguments],
 ) -> Saved:
     """Save a DeepSpeed engine of ZeRO 0, 1, 2 or 3 between two steps; all ranks call this together.
 
@@ -283,26 +256,28 @@ def save(
         engine: as returned by `deepspeed.initialize`.
         url: where to write the checkpoint, a path or URL; the same on all ranks.
         client_state: as for `collect`.
-        arguments: those of `EngineSaveArguments`, by keyword.
+        arguments: those of `SaveArguments`, by keyword, except `names` and `group`. The `step` is the
+            engine's by default, and the `config` DeepSpeed's, without secrets, which is always saved
+            as the object `ds_config`, too.
 
     Raises:
         UnsupportedError: the engine has state that cannot be saved yet (pipeline, tensor or expert
             parallelism, NVMe), or is in the middle of gradient accumulation.
+        UsageError: an argument is not supported.
         Conflict: a checkpoint exists at `url`.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.
     """
-    check_keywords("save", arguments, EngineSaveArguments)
-    timeout = arguments.get("timeout", TIMEOUT)
-    with group_for_call("save", url, timeout=timeout) as ranks:
+    refuse_arguments("ucformat.torch.deepspeed.save", arguments, _REFUSED)
+    with saving_group(url, "save", arguments) as ranks:
         with ranks.sharing_errors():
             state = collect(engine, client_state)
-            completed = cast("SaveArguments", dict(arguments))
+            completed: SaveArguments = {**arguments}
             if completed.get("step") is None:
                 completed["step"] = int(engine.global_steps)
             if completed.get("config") is None:
                 completed["config"] = program_config(("ds_config", engine._config._param_dict))  # noqa: SLF001 - engine.config may name a file
-            metadata, options = SaveMetadata.of(completed), SaveOptions.of(str(url), completed)
-        return save_in_group(state, options, metadata, ranks)
+            prepared = prepare(state, url, ranks, completed)
+        return save_prepared(*prepared, completed, ranks)
 
 
 # Saves and restores the non-tensor values of a DeepSpeed engine: counters, scheduler, loss scaler, groups.

@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import sort_checkpoints
 
 from ucformat.engines.huggingface.accelerate import unwrapped
-from ucformat.errors import NotACheckpoint, NotCertified, UnsupportedError
+from ucformat.errors import NotACheckpoint, NotCertified, UnsupportedError, check_keywords
 from ucformat.jobs.removal import discard
 from ucformat.schema.manifest import MANIFEST
 from ucformat.sources.configuration import program_config
@@ -24,7 +24,7 @@ from ucformat.torch.comm.group import group_for_call
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save
-from ucformat.torch.saving.options import TrainingLaunch
+from ucformat.torch.saving.options import SaveArguments, TrainingLaunch
 from ucformat.torch.saving.save import save
 from ucformat.torch.state.objects import Rng, decode
 
@@ -51,10 +51,11 @@ class SaveCallback(TrainerCallback):
     Args:
         url: the folder of the checkpoints, a path or URL.
         background: save in the background, with `async_save`.
-        options: other arguments of `save`.
+        options: other arguments of `save`: those of `SaveArguments`.
     """
 
     def __init__(self, url: str, *, background: bool = False, **options: Any) -> None:
+        check_keywords("save", options, SaveArguments)
         self.url, self.background, self.options = url, background, options
         self.handle: SaveHandle | None = None
 
@@ -80,7 +81,8 @@ class SaveCallback(TrainerCallback):
 class UniversalTrainer(Trainer):
     """A Trainer that saves universal checkpoints; as the first base class, it changes another subclass of Trainer.
 
-    `save_options` are arguments of `save`; with `certify` among them, loads are certified, too.
+    `save_options` are arguments of `save`, those of `SaveArguments`; with `certify` among them, loads are
+    certified, too.
     `save_in_background` saves with `async_save`. Set both as class attributes.
     """
 
@@ -102,6 +104,7 @@ class UniversalTrainer(Trainer):
         Raises:
             UnsupportedError: no Trainer has saved the checkpoint.
         """
+        check_keywords("save", self.save_options, SaveArguments)
         self._launch = TrainingLaunch()
         if not resume_from_checkpoint:
             return self._finished(super().train(None, *args, **kwargs))

@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch.core import saving
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from ucformat.errors import UcformatError, UnsafeError, UnsupportedError, UsageError
+from ucformat.errors import (
+    UcformatError,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+    check_keywords,
+    refuse_arguments,
+)
 from ucformat.jobs.removal import discard
 from ucformat.references import open_reference
 from ucformat.schema.manifest import MANIFEST
@@ -23,10 +30,9 @@ from ucformat.torch.comm.group import group_for_call, single_process_group
 from ucformat.torch.loading.load import LoadTargets, load, load_local
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
-from ucformat.torch.saving.manifest import SaveMetadata
-from ucformat.torch.saving.options import SaveOptions, TrainingLaunch
-from ucformat.torch.saving.save import save_in_group, save_local
-from ucformat.torch.state.local import local_of, local_state
+from ucformat.torch.saving.options import RunArguments, SaveOptions, TrainingLaunch
+from ucformat.torch.saving.save import prepare, save_in_group, save_local, saving_group
+from ucformat.torch.state.local import local_of
 from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import Rng, decode, encode
 
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.torch.loading.load import LoadReport
     from ucformat.torch.saving.background import SaveHandle
+    from ucformat.torch.saving.options import SaveArguments
+    from ucformat.torch.state.local import LocalState
 
     _Read = tuple[dict[tuple[str, str], torch.Tensor], LoadReport]
 
@@ -44,6 +52,17 @@ __all__ = ["UniversalCheckpointIO", "UniversalDDPStrategy", "UniversalModelParal
 _REST = "lightning"  # the object with everything except tensors of the model and of optimizers
 _HYPER = ("hyper_parameters", "datamodule_hyper_parameters")
 _TENSORS = ("state_dict", "optimizer_states")
+#: Arguments of saves that there are not here, and what to do instead.
+_OF_STRATEGIES = {
+    "group": "all ranks of the strategy save together",
+    "increments": 'base="latest", which bases each checkpoint on the newest one beside it',
+    "changed": "leave it out: tensors are compared with the base",
+}
+_OF_ONE_RANK = {
+    "group": "one rank saves alone",
+    "timeout": "one rank saves alone, and waits for no other",
+    "names": "save with UniversalDDPStrategy or UniversalModelParallelStrategy",
+}
 _OF_TRAINING = ("callbacks", "loops", "optimizer_states", "lr_schedulers")
 
 
@@ -51,13 +70,12 @@ class _Universal:
     """A base class for strategies: all ranks save and load the live model and optimizers.
 
     Args:
-        form: as for `save`.
         background: save in the background, with `async_save`.
         trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run
             code.
-        certify: compare what was written with what the ranks held, and what they hold after a load
-            with what was saved; as for `ucformat.torch.save` and `load`.
-        options: of the strategy.
+        options: arguments of saves, those of `RunArguments` except `group` and `timeout`, which is
+            that of the strategy; all others are those of the strategy. With `certify`, what the
+            ranks hold after a load is compared, too.
     """
 
     lightning_module: Any
@@ -66,15 +84,13 @@ class _Universal:
     def __init__(
         self,
         *,
-        form: Any = "zarr",
         background: bool = False,
         trust: bool = False,
-        certify: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        self._form, self._background, self._trust = form, background, trust
-        self._certify = certify
+        self._arguments = _run_arguments(type(self).__name__, options, _OF_STRATEGIES)
+        super().__init__(**{k: v for k, v in options.items() if k not in self._arguments})
+        self._background, self._trust = background, trust
         self._handle: SaveHandle | None = None
         self._launch = TrainingLaunch()
 
@@ -112,14 +128,13 @@ class _Universal:
                 hint="leave them out: the url locates the checkpoint",
             )
         url = str(self.broadcast(str(filepath)))  # type: ignore[attr-defined] # of the strategy
-        state = local_state(self._live(optimizers="optimizer_states" in checkpoint))
-        if self.is_global_zero:  # type: ignore[attr-defined]
-            state = replace(
-                state, objects={**state.objects, _REST: encode(_without_tensors(checkpoint))}
-            )
         logged = self.lightning_module.trainer.callback_metrics
-        metadata = _metadata(checkpoint, self._launch, logged)
-        options = SaveOptions(url, self._form, overwrite=True, certify=self._certify)
+        arguments = _described(checkpoint, self._launch, self._arguments, logged)
+        live = self._live(optimizers="optimizer_states" in checkpoint)
+        with saving_group(url, "save", arguments) as ranks, ranks.sharing_errors():
+            state, options, metadata = prepare(live, url, ranks, arguments)
+            if self.is_global_zero:  # type: ignore[attr-defined]
+                state = _with_rest(state, _without_tensors(checkpoint))
         if self._background:
             self._handle = async_save_local(state, options, metadata)
         else:
@@ -136,7 +151,8 @@ class _Universal:
         state = self._live(optimizers=bool(self.optimizers))
         if "rng" not in ck.per_rank:  # a CheckpointIO does not save random generators
             state.pop("rng", None)
-        self._launch.begin(load(state, ck, strict, certify=self._certify))  # type: ignore[arg-type]
+        options = {k: v for k, v in self._arguments.items() if k in ("names", "certify")}
+        self._launch.begin(load(state, ck, strict, **options))  # type: ignore[arg-type]
         return {"state_dict": {}, **dict(rest)}
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -167,11 +183,11 @@ class UniversalDDPStrategy(_Universal, DDPStrategy):
     """Lightning's DDPStrategy with universal checkpoints.
 
     Args:
-        form: as for `ucformat.torch.save`.
         background: save in the background, with `async_save`.
         trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run
             code.
-        options: arguments of DDPStrategy.
+        options: arguments of DDPStrategy, and those of `RunArguments`, as for `ucformat.torch.save`,
+            except `group`. The `timeout` is that of DDPStrategy.
     """
 
 
@@ -179,11 +195,11 @@ class UniversalModelParallelStrategy(_Universal, ModelParallelStrategy):
     """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism, or both) with universal checkpoints.
 
     Args:
-        form: as for `ucformat.torch.save`.
         background: save in the background, with `async_save`.
         trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run
             code.
-        options: arguments of ModelParallelStrategy.
+        options: arguments of ModelParallelStrategy, and those of `RunArguments`, as for
+            `ucformat.torch.save`, except `group`. The `timeout` is that of ModelParallelStrategy.
     """
 
 
@@ -195,10 +211,14 @@ class UniversalCheckpointIO(CheckpointIO):
 
     Args:
         form: as for `ucformat.torch.save`.
+        arguments: others of `RunArguments`, except `group`, `timeout` and `names`. A load is not
+            certified.
     """
 
-    def __init__(self, form: Any = "zarr") -> None:
-        self._form = form
+    def __init__(self, form: Any = "zarr", **arguments: Any) -> None:
+        check_keywords("UniversalCheckpointIO", arguments, RunArguments)
+        options = {"form": form, **arguments}
+        self._arguments = _run_arguments("UniversalCheckpointIO", options, _OF_ONE_RANK)
         self._launch = TrainingLaunch()
 
     def save_checkpoint(
@@ -221,10 +241,10 @@ class UniversalCheckpointIO(CheckpointIO):
         rest = _without_tensors(checkpoint)
         if numbered:
             rest["optimizer_states"] = [_skeleton(state) for state in numbered]
-        state = local_state(named)
-        state = replace(state, objects={**state.objects, _REST: encode(rest)})
-        options = SaveOptions(str(path), self._form, overwrite=True)
-        save_in_group(state, options, _metadata(checkpoint, self._launch), single_process_group())
+        arguments = _described(checkpoint, self._launch, self._arguments)
+        group = single_process_group()
+        state, options, metadata = prepare(named, str(path), group, arguments)
+        save_in_group(_with_rest(state, rest), options, metadata, group)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: Any = None
@@ -267,10 +287,28 @@ class UniversalCheckpointIO(CheckpointIO):
         discard(str(path))
 
 
-def _metadata(
-    checkpoint: Mapping[str, Any], launch: TrainingLaunch, logged: Mapping[str, Any] | None = None
-) -> SaveMetadata:
-    """The metadata of a checkpoint, with hyper-parameters as its config."""
+def _run_arguments(
+    name: str, options: Mapping[str, Any], refused: Mapping[str, str]
+) -> RunArguments:
+    """The arguments of saves among the options of a strategy or a CheckpointIO, checked."""
+    refuse_arguments(name, options, refused)
+    names = RunArguments.__annotations__.keys() - {"timeout"}
+    arguments = cast("RunArguments", {k: v for k, v in options.items() if k in names})
+    SaveOptions.of("", arguments)
+    return arguments
+
+
+def _with_rest(state: LocalState, rest: Mapping[str, Any]) -> LocalState:
+    return replace(state, objects={**state.objects, _REST: encode(rest)})
+
+
+def _described(
+    checkpoint: Mapping[str, Any],
+    launch: TrainingLaunch,
+    arguments: RunArguments,
+    logged: Mapping[str, Any] | None = None,
+) -> SaveArguments:
+    """The arguments of a save, by default with the hyper-parameters as its config."""
     config = program_config(
         *((kind, dict(checkpoint[kind])) for kind in _HYPER if checkpoint.get(kind))
     )
@@ -279,8 +317,15 @@ def _metadata(
         is_monitor = isinstance(callback, dict) and callback.get("monitor")
         if is_monitor and callback.get("current_score") is not None:
             metrics[callback["monitor"]] = float(callback["current_score"])
-    step = int(checkpoint["global_step"])
-    return SaveMetadata(step=step, metrics=metrics, config=config, **launch.next_save())
+    return {
+        "step": int(checkpoint["global_step"]),
+        "metrics": metrics,
+        "config": config,
+        "changed": None,
+        "overwrite": True,
+        **launch.next_save(),
+        **arguments,
+    }
 
 
 def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable  # noqa: TC003 - tyro resolves the annotations
+from collections.abc import Callable, Mapping  # noqa: TC003 - tyro resolves the annotations
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -60,6 +60,8 @@ class UniversalCheckpointManager(BaseCheckpointManager):
                 load with what was saved; as for `ucformat.torch.save` and `load`.
             increments: save what changed, as for `ucformat.torch.Manager`; no option of the command
                 line.
+            save_options: other arguments of `ucformat.torch.Manager`, as `{"codec": "blosc"}`; no option
+                of the command line.
             merge_dataloader: `merge` of `PerRank` for the data loader, with which another number of
                 ranks loads it. It is a function, and so no option of the command line.
         """
@@ -69,6 +71,7 @@ class UniversalCheckpointManager(BaseCheckpointManager):
         run: str | None = None
         certify: bool = False
         increments: Annotated[Increments | None, tyro.conf.Suppress] = None
+        save_options: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
         merge_dataloader: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
 
         def __post_init__(self) -> None:
@@ -103,6 +106,7 @@ class UniversalCheckpointManager(BaseCheckpointManager):
             dataloader=dataloader,
             states=states,
             **{name: getattr(config, name) for name in _OPTIONS},
+            **config.save_options,
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - as torchtitan calls it

@@ -47,7 +47,7 @@ class CheckpointManager:
             folder has none.
         initial_load_model_only: load only the model from `initial_load_path`.
         merge_dataloader: `merge` of `PerRank` for the data loader.
-        options: other arguments of `ucformat.torch.Manager`: run, config, form, …
+        options: other arguments of `ucformat.torch.Manager`: run, config, form, increments, …
 
     Raises:
         UsageError: an optimizer's parameters are not those of one part, or `exclude_from_loading`

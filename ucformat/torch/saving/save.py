@@ -282,11 +282,22 @@ def save(
     with saving_group(url, "save", arguments) as ranks:
         with ranks.sharing_errors():
             local, options, metadata = prepare(state, url, ranks, arguments)
-        local, options, interval = with_tracked_rows(local, options, arguments, ranks)
-        saved = save_in_group(local, options, metadata, ranks)
-        if interval is not None:
-            interval.saved = lambda: saved.id
-        return saved
+        return save_prepared(local, options, metadata, arguments, ranks)
+
+
+def save_prepared(
+    local: LocalState,
+    options: SaveOptions,
+    metadata: SaveMetadata,
+    arguments: SaveArguments,
+    ranks: Group,
+) -> Saved:
+    """Save what `prepare` has collected, together with the other ranks of a group."""
+    local, options, interval = with_tracked_rows(local, options, arguments, ranks)
+    saved = save_in_group(local, options, metadata, ranks)
+    if interval is not None:
+        interval.saved = lambda: saved.id
+    return saved
 
 
 def saving_group(
@@ -298,21 +309,28 @@ def saving_group(
 
 
 def prepare(
-    state: Mapping[str, Any], url: str | PathLike[str], ranks: Group, arguments: SaveArguments
+    state: Mapping[str, Any] | LocalState,
+    url: str | PathLike[str],
+    ranks: Group,
+    arguments: SaveArguments,
 ) -> tuple[LocalState, SaveOptions, SaveMetadata]:
-    """Collect what this rank saves, and check the arguments of `save`."""
+    """Collect what this rank saves, unless it is, and check the arguments of `save`."""
     # not above: the background writer does not import torch
-    from ucformat.torch.state.local import local_state
+    from ucformat.torch.state.local import LocalState, local_state
 
     options = SaveOptions.of(path_text(url), arguments)
-    local = local_state(state, arguments.get("names"))
+    local, live = (
+        (state, {})
+        if isinstance(state, LocalState)
+        else (local_state(state, arguments.get("names")), state)
+    )
     options.check(local)
     changed = arguments.get("changed")
     if isinstance(changed, Mapping):
         from ucformat.torch.state.changed import packed_masks
 
         local = replace(local, changed=packed_masks(changed, local))
-    assets = {} if ranks.rank else assets_of(state, arguments.get("assets"), options.form)
+    assets = {} if ranks.rank else assets_of(live, arguments.get("assets"), options.form)
     return local, options, SaveMetadata.of(arguments, assets)
 
 

@@ -13,7 +13,16 @@ from tests.engines.deepspeed.live.plan import chosen_loads, starts
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-EDGES = ("refusals", "client", "mismatches", "unequal", "renamed", "guide", "certificates")
+EDGES = (
+    "refusals",
+    "client",
+    "mismatches",
+    "unequal",
+    "renamed",
+    "guide",
+    "certificates",
+    "increments",
+)
 _SCRIPT = Path(__file__).parent / "train.py"
 
 

@@ -83,6 +83,9 @@ def refusals(folder: Path) -> None:
         found[name] = said(lambda: ucd.save(engine, str(folder / "no")))
         found[f"load {name}"] = said(lambda: ucd.load(engine, str(folder / "good")))
         setattr(holder, attribute, kept)
+    for name in ("names", "group"):
+        wrong: Any = {name: 1}
+        found[name] = said(partial(ucd.save, engine, str(folder / "no"), **wrong))
     found["no engine"] = said(lambda: ucd.save(trainer.net, str(folder / "no")))
     found["committed"] = str((folder / "no").exists() or (folder / "half").exists())
     trainer.close()
@@ -129,6 +132,25 @@ def client(folder: Path) -> None:
         "unlike": unlike,
     }
     write(folder, facts)
+
+
+def increments(folder: Path) -> None:
+    """A save on the one before is loaded bit for bit; what is frozen is not written again."""
+    trainer = made(zero=3, dtype="bf16")
+    trainer.step(0)
+    ucd.save(trainer.engine, str(folder / "first"), form="packed", codec="raw")
+    loaded = made(zero=3, dtype="bf16")
+    saved = ucd.save(trainer.engine, str(folder / "same"), form="packed", base=True)
+    trainer.step(1)
+    ucd.save(trainer.engine, str(folder / "second"), form="packed", base=str(folder / "first"))
+    good = bool(loaded.load(str(folder / "second"), certify=True).certificate)
+    trainer.close()
+    loaded.close()
+    bases = [
+        [base.url for base in ucformat.open(str(folder / name)).manifest.bases]
+        for name in ("same", "second")
+    ]
+    write(folder, {"good": good, "bases": bases, "referenced": saved.referenced > 0})
 
 
 def certificates(folder: Path) -> None:

@@ -47,6 +47,19 @@ def test_gradients_that_wait_are_not_lost_silently(chosen: Callable[[], Path]) -
     assert found["no engine"].startswith("UsageError: rank 0: a Net is not a DeepSpeed engine")
 
 
+def test_an_increment_is_loaded_bit_for_bit(chosen: Callable[[], Path]) -> None:
+    found = facts(chosen() / "increments")
+    assert found == {"good": True, "bases": [["../first"], ["../first"]], "referenced": True}
+
+
+def test_arguments_that_an_engine_determines_are_refused(chosen: Callable[[], Path]) -> None:
+    found = facts(chosen() / "refusals")
+    for name in ("names", "group"):
+        assert found[name].startswith(
+            f"UsageError: ucformat.torch.deepspeed.save does not take {name}"
+        )
+
+
 def test_the_client_state_comes_back(chosen: Callable[[], Path]) -> None:
     folder = chosen() / "client"
     found = facts(folder)
