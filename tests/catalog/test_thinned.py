@@ -107,3 +107,15 @@ def test_one_with_several_locations_stays_whole(catalog: Catalog, tmp_path: Path
     catalog.record(ucformat.open(tmp_path / "copy").manifest, str(tmp_path / "copy"))
     (first, _) = catalog.retain(POLICY).keep
     assert (first.row.id, first.reasons[-1]) == (ids[20], "whole: it has several locations")
+
+
+def test_what_an_interrupted_call_has_thinned_is_recorded(catalog: Catalog, tmp_path: Path) -> None:
+    ids = whole(tmp_path, catalog, 20, 40)
+    left = ucformat.thin(tmp_path / "20", ["exp_avg", "master"])  # that is all it did
+    assert catalog.get(ids[20]).state == "committed"
+    plan = catalog.retain(POLICY)
+    assert [t.row.id for t in plan.thin] == [ids[20]]
+    catalog.retain(POLICY, apply=plan.id)
+    assert ucformat.open(tmp_path / "20").id == left.id == catalog.get("r@20").id
+    assert catalog.get(ids[20]).state == "replaced"
+    assert catalog.retain(POLICY).thin == ()

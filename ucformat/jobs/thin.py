@@ -155,10 +155,11 @@ def plan_thin(ref: str | PathLike[str] | Checkpoint, drop: str | Iterable[str]) 
 def thin_at(url: str, checkpoint: str, states: Collection[str], reason: str) -> Manifest:
     """Keep only these states of the checkpoint with an id at a place; a master without a weight counts as one."""
     source = open_checkpoint(url, roots=allowed_roots)
-    if source.id != checkpoint:
+    # one that an interrupted call has thinned is continued, and then recorded
+    if checkpoint not in (source.id, *(e.id for e in source.manifest.lineage if e.kind == THIN)):
         raise Conflict(
             f"{url} holds the checkpoint {source.id} by now, not {checkpoint}",
-            hint="plan again",
+            hint=f"`ucp reindex {url}` makes the catalog know it; then plan again",
         )
     state_of = _as_weights(source.tensors.values())
     keys = {key for key, state in state_of.items() if state in states}
