@@ -42,4 +42,7 @@ each fault at each call of one. To look for what is wrong:
     python -m tests.schedules faults resume gc                        or of all commands
 
 The shortest schedule of a fault becomes a line of `test_schedules.py`.
+
+`trees.py` does not interrupt one command by another, but does anything, with faults, to checkpoints
+that are based on each other, and knows the bits of each (`test_trees.py`).
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from safetensors.numpy import save as safetensors
 import ucformat
 from tests.schedules.world import CATALOGS
 from ucformat.catalog.catalog import Catalog
-from ucformat.errors import UcformatError
+from ucformat.errors import Conflict, UcformatError
 from ucformat.jobs.gc import collect
 from ucformat.schema.policy import Policy
 from ucformat.storage.url import open_store
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "KEEPERS", "TREES", "Command", "arrays", "first_world", "parse_actor"]
 
 ROOT = "memory://w"
-SRC, NEW, PACKED, GONE, VIRTUAL, COPY = (
-    f"{ROOT}/{p}" for p in ("src", "t/new", "t/p", "t/a", "t/v", "u/p")
+SRC, NEW, PACKED, GONE, VIRTUAL, BASED, COPY = (
+    f"{ROOT}/{p}" for p in ("src", "t/new", "t/p", "t/a", "t/v", "t/b", "u/p")
 )
 TREES = (f"{ROOT}/t", f"{ROOT}/u")  # where checkpoints lie: ours, and another user's
 GRACE, LONG = timedelta(days=7), timedelta(days=30)
@@ -81,6 +82,17 @@ def _retain(catalog: Catalog) -> None:
     catalog.retain(policy, apply=catalog.retain(policy).id)
 
 
+def _on_base(act: Callable[[], Any]) -> Callable[[], Any]:
+    """Save on a base, unless that is done, and then do something with what was saved."""
+
+    def work() -> None:
+        with suppress(Conflict):
+            _save(1, BASED, base=PACKED)
+        act()
+
+    return work
+
+
 def _register(place: str) -> Callable[[Catalog], Any]:
     return lambda c: _raise(ucformat.register([place], c, recursive=True).failures)
 
@@ -103,12 +115,16 @@ COMMANDS: dict[str, Command] = {
     "virtual": Command(
         lambda: ucformat.convert(PACKED, VIRTUAL, run="r", virtual=True), contents=(1, 2)
     ),
+    "based": Command(lambda: _save(1, BASED, base=PACKED), contents=(1,)),
+    "patch": Command(lambda: ucformat.patch(PACKED, SRC, BASED), contents=(2,)),
+    "compact": Command(_on_base(lambda: ucformat.compact(BASED)), contents=(1, 2)),
+    "read": Command(_on_base(lambda: ucformat.convert(BASED, NEW)), contents=(1, 2)),
     "materialize": Command(lambda: ucformat.materialize(PACKED), contents=(1,)),
     "thin": Command(lambda: ucformat.thin(PACKED, "exp_avg"), contents=(1,), replaces=(PACKED,)),
     "register": Command(_catalog(_register(TREES[0]))),
     "register-copies": Command(_catalog(_register(TREES[1]))),
     "delete": Command(_catalog(lambda c: c.delete(PACKED, grace=NOW)), deletes=(PACKED, NEW)),
-    "retain": Command(_catalog(_retain), deletes=(PACKED, NEW, VIRTUAL)),
+    "retain": Command(_catalog(_retain), deletes=(PACKED, NEW, VIRTUAL, BASED)),
     "gc": Command(_catalog(lambda c: _raise(collect(c, [TREES[0]], apply=True).failures))),
     "reindex": Command(_catalog(lambda c: _raise(ucformat.reindex(TREES[0], c).failures))),
     "hold": Command(_catalog(lambda c: c.hold(PACKED, "ours"))),

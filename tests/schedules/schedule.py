@@ -30,6 +30,7 @@ from ucformat.errors import (
     UcformatError,
     UnsupportedError,
 )
+from ucformat.format.bases import place_of_base
 from ucformat.format.structure import read_manifest
 from ucformat.jobs.gc import collect
 from ucformat.references import open_reference
@@ -385,8 +386,9 @@ class Player:
         if doc.reasons is not None:
             return True
         try:
+            place = place_of_base(f"memory://{key.partition(f'/{NEEDED_BY}/')[0]}", doc.url)
             return (
-                read_manifest(open_store(doc.url))[0].id
+                read_manifest(open_store(place))[0].id
                 == doc.id
                 == key.rpartition("/")[2].removesuffix(".json")
             )
