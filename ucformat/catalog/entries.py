@@ -65,7 +65,7 @@ class CertificationEntry:
 class Entry:
     """A checkpoint in the catalog.
 
-    `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, purging,
+    `kind` is `ucformat`, or the engine that wrote it; `state` is committed, deleted, thinned, purging,
     purged or replaced. `urls` are its places. `files` and `files_nbytes` are the number and bytes
     of a foreign checkpoint's files. `holds` are those that are neither released nor expired.
     `from_documents` names the annotations that come from documents beside it and not from this
@@ -212,7 +212,9 @@ KEYS = (
     EntryKey("id", Kind.TEXT, "its id", indexed=True, whole=True),
     EntryKey("name", None, "its short name, such as `run7@1000`"),
     EntryKey("kind", Kind.TEXT, "`ucformat`, or the engine that wrote it", whole=True),
-    EntryKey("state", Kind.TEXT, "committed, deleted, purging, purged or replaced", whole=True),
+    EntryKey(
+        "state", Kind.TEXT, "committed, deleted, thinned, purging, purged or replaced", whole=True
+    ),
     EntryKey("run", Kind.TEXT, "its run", "run.name", indexed=True),
     EntryKey("launch", None, "the launch that saved it, or its folder"),
     EntryKey(

@@ -275,7 +275,7 @@ class TensorRow(Base):
 
 
 class CheckpointRow(Base):
-    """A checkpoint, whether it still exists or not (`state`: committed, deleted, purging, purged or replaced).
+    """A checkpoint, whether it still exists or not (`state`: committed, deleted, thinned, purging, purged or replaced).
 
     `deleted` checkpoints are still in storage and can be restored; of `purged` and `replaced` ones
     only this row and the lineage are left. `deleted_clocks` are the times of other clocks than the
