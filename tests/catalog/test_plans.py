@@ -237,6 +237,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "alias": lambda c: c.alias("best", "run7@5"),
     "alias_history": lambda c: c.alias_history("best"),
     "aliases": lambda c: c.aliases(),
+    "beginnings": lambda c: c.beginnings("run7"),
     "certified": lambda c: c.certified(
         "run7@1",
         url="/data/run7/1",

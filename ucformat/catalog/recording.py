@@ -228,10 +228,10 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
 def _inherit(connection: Connection, serial: int, checkpoint: Found, stamp: Stamp) -> None:
     """Copy the run, the metrics and the notes of the checkpoint of which a new one is what `thin` has left."""
     edge = checkpoint.manifest.lineage[-1] if checkpoint.manifest.lineage else None
-    before = serial_at(connection, checkpoint.url)
-    if edge is None or edge.kind != "thin" or before is None:
+    if edge is None or edge.kind != "thin":
         return
-    if before != serial_of(connection, edge.id or ""):
+    before = serial_at(connection, checkpoint.url)
+    if before is None or before != serial_of(connection, edge.id or ""):
         return  # it was not recorded here before it was thinned
     run = sa.select(CheckpointRow.run_id).where(CheckpointRow.serial == before)
     row = sa.update(CheckpointRow).where(CheckpointRow.serial == serial)
