@@ -316,7 +316,8 @@ class Catalog:
             grace: the grace period of those that have none of their own (default: 7 days).
         """
         from ucformat.catalog.deletion import plan_purge
-        from ucformat.catalog.retention import REMOVED, retention_rows
+        from ucformat.catalog.models import REMOVED
+        from ucformat.catalog.retention import retention_rows
 
         with self._database.reading() as c:
             plan = plan_purge(

@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from ucformat.catalog.content import remove_digests
-from ucformat.catalog.models import CheckpointRow, Edge, Location
+from ucformat.catalog.models import LIVE, REMOVED, CheckpointRow, Edge, Location
 from ucformat.catalog.retention import (
-    LIVE,
     OWN_KIND,
-    REMOVED,
     RetentionPlan,
     RetentionRow,
     near,
@@ -114,7 +112,7 @@ def plan_purge(
         clocks: the time by other clocks, in seconds; a grace period is over when all clocks that
             saw it begin agree.
     """
-    due = sorted((row for row in rows if row.state != "committed"), key=plan_order)
+    due = sorted((row for row in rows if row.state in REMOVED), key=plan_order)
     deleted = [row for row in due if row.state != "purging"]
     ends = {row.id: end_of_grace(row, default_grace, now, clocks) for row in deleted}
     times = _times(deleted, ends, now)

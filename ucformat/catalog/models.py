@@ -274,6 +274,12 @@ class TensorRow(Base):
     nbytes = column(BigInteger)
 
 
+#: States of checkpoints that were deleted and are still in storage, of `thinned` ones only what others need; and of
+#: all that are in storage.
+REMOVED = ("deleted", "thinned", "purging")
+LIVE = ("committed", *REMOVED)
+
+
 class CheckpointRow(Base):
     """A checkpoint, whether it still exists or not (`state`: committed, deleted, thinned, purging, purged or replaced).
 

@@ -23,6 +23,7 @@ from ucformat.catalog.launches import link_launches, record_continued
 from ucformat.catalog.lineage import insert_edges, parent_names
 from ucformat.catalog.lines import folder_launch
 from ucformat.catalog.models import (
+    REMOVED,
     CertificateRow,
     CheckpointRow,
     Config,
@@ -40,7 +41,6 @@ from ucformat.catalog.models import (
     stored_metric,
 )
 from ucformat.catalog.refs import parent_name, same_place
-from ucformat.catalog.retention import REMOVED
 from ucformat.catalog.rows import (
     COMMITTED_AGAIN,
     event,

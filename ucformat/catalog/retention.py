@@ -27,6 +27,7 @@ import sqlalchemy as sa
 from ucformat.catalog.launches import load_continuations
 from ucformat.catalog.lines import contradictions, lines
 from ucformat.catalog.models import (
+    LIVE,
     AliasClaim,
     AliasRow,
     CheckpointRow,
@@ -52,11 +53,6 @@ if TYPE_CHECKING:
 
 # The checkpoints from which plans of retention and purges are made, and which of them others need.
 
-
-#: States of checkpoints that were deleted and are still in storage, of `thinned` ones only what others need; and of
-#: all that are in storage.
-REMOVED = ("deleted", "thinned", "purging")
-LIVE = ("committed", *REMOVED)
 
 _AFTER = "0"  # the character after the slash: texts that begin with `a/` are between `a/` and `a0`
 _FEW = 100  # checkpoints and places whose edges are looked up by index
