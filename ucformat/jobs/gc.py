@@ -32,7 +32,6 @@ from ucformat.format.digest import encoded
 from ucformat.format.structure import find_manifest
 from ucformat.jobs.documents import read_document, write_documents
 from ucformat.jobs.listing import check_listed, check_removed, is_empty
-from ucformat.jobs.remnants import keep_needed, plan_remnant, remnant_at
 from ucformat.jobs.removal import (
     bury,
     orphaned_document,
@@ -196,6 +195,8 @@ def collect(
 
 def _thinnings(plan: PurgePlan) -> tuple[tuple[Thinning, ...], dict[str, str]]:
     """What can be thinned of the checkpoints that wait only for others, and why the rest cannot, by id."""
+    from ucformat.jobs.remnants import plan_remnant  # which needs NumPy
+
     thin: list[Thinning] = []
     whole: dict[str, str] = {}
     for deferred in plan.wait:
@@ -273,6 +274,8 @@ def purge(catalog: Catalog, checkpoint: str, *, thin: bool = False) -> bool:
     if failures:
         raise UcformatError("; ".join(failures))
     if needed:  # to be thinned, or by dependents that were recorded after the plan
+        from ucformat.jobs.remnants import keep_needed, remnant_at  # which need NumPy
+
         kept = [url for url in urls if url not in gone]
         try:
             for url in kept if thin else ():

@@ -365,12 +365,12 @@ def _packed(ck: Checkpoint) -> dict[str, int] | None:
 
 def _encoded(ck: Checkpoint) -> dict[str, Any] | None:
     """The codecs of a universal checkpoint, and the bytes of its tensors and of its files; None if it has no codec."""
-    from ucformat.jobs.patch import stored_bytes
-
     kinds = ck.manifest.tensors.kinds
     codecs = list(dict.fromkeys(kind.codec for kind in kinds if kind.codec is not None))
     if ck.universal is None or ck.viewed or not codecs:
         return None
+    from ucformat.jobs.patch import stored_bytes  # which needs NumPy
+
     stored = stored_bytes(ck)
     return {"codecs": codecs, "bytes": stored.plain, "stored": stored.written}
 

@@ -12,13 +12,12 @@ import reprlib
 import zlib
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ucformat.errors import ChecksumError, IntegrityError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import numpy as np
     from numpy.typing import NDArray
 
 _INSTALL = "pip install 'ucformat[slime]'"
@@ -93,6 +92,8 @@ def apply(
 
 
 def _xor(data: NDArray[np.uint8], stored: bytes, where: str) -> None:
+    import numpy as np  # not above: folders of any kind are recognised without it
+
     if (size := _decoded_size(stored, where)) != data.size:
         raise IntegrityError(
             f"{where}: its change has {size:,} bytes, and the tensor {data.size:,}"
@@ -101,6 +102,8 @@ def _xor(data: NDArray[np.uint8], stored: bytes, where: str) -> None:
 
 
 def _overwrite(data: NDArray[np.uint8], stored: bytes, where: str) -> None:
+    import numpy as np  # not above: folders of any kind are recognised without it
+
     size = _decoded_size(stored, where)
     count, rest = divmod(size - 4, 5)
     if size < 4 or rest or count > data.size:
@@ -141,6 +144,8 @@ def _decoded_size(stored: bytes, where: str) -> int:
 
 
 def _decompress(stored: bytes, size: int, where: str) -> NDArray[np.uint8]:
+    import numpy as np  # not above: folders of any kind are recognised without it
+
     try:
         from numcodecs.zstd import decompress  # type: ignore[import-untyped]
     except ImportError:
