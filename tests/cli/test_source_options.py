@@ -61,6 +61,8 @@ OPENING: dict[str, Sequence[str]] = {
     "fits": ["{place}", "--layout", "{layout}"],
     "convert": ["{place}", "{tmp}/made"],
     "materialize": ["{place}", "{tmp}/other"],
+    "compact": ["{place}", "{tmp}/other"],
+    "patch": ["{tmp}/base", "{place}", "{tmp}/patched"],
     "copy": ["{place}", "{tmp}/copied"],
     "verify": ["{place}"],
     "attest": ["{place}"],
@@ -83,6 +85,7 @@ OPENING: dict[str, Sequence[str]] = {
 #: Those that ask the catalog, storage or nobody what a checkpoint is, and open none of others.
 OTHERS = {
     "sign",
+    "thin",
     *(
         "doctor",
         "layout schema",
@@ -110,6 +113,8 @@ OTHERS = {
     ),
     *("cache", "catalog info", "catalog upgrade"),
 }
+#: Those of OPENING that are for universal checkpoints, of which no source needs to be told anything.
+UNIVERSAL = {"copy", "materialize", "compact"}
 #: Which refuses the names of these tensors.
 REFUSING = "export megatron"
 ASK = ["--source", "cuts=*adapter*=replicate"]
@@ -127,10 +132,7 @@ def commands(group: LazyGroup = ucp, path: str = "") -> Iterator[tuple[str, clic
 def test_these_are_all_commands() -> None:
     assert {name for name, _ in commands()} == OPENING.keys() | OTHERS | {REFUSING}
     takes = {name for name, c in commands() if any(p.name == "options" for p in c.params)}
-    assert takes == (OPENING.keys() | {REFUSING}) - {
-        "copy",
-        "materialize",
-    }  # which are of universal checkpoints
+    assert takes == (OPENING.keys() | {REFUSING}) - UNIVERSAL
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["deepspeed", "trainer"])
@@ -141,6 +143,8 @@ def test_each_command_takes_it_and_its_hint_says_so(
     if wrapped:
         (place / "trainer_state.json").write_text("{}")
     shutil.copytree(place, tmp_path / "twin")
+    if name == "patch":
+        run("convert", place, tmp_path / "base", *ASK)
     words = [
         *name.split(),
         *(w.format(place=place, layout=layout, tmp=tmp_path) for w in OPENING[name]),
@@ -156,7 +160,7 @@ def test_each_command_takes_it_and_its_hint_says_so(
     assert "--source layout=FILE" in error
     assert "options=" not in error
     assert "DeepSpeed(" not in error
-    if name in ("copy", "materialize"):
+    if name in UNIVERSAL:
         assert f"`ucp convert SRC DST --source cuts={NAME}=replicate`" in error
     else:
         assert "ucp convert" not in error
