@@ -79,8 +79,9 @@ def plan_remnant(url: str, checkpoint: str) -> RemnantPlan:
     )
     if needed >= sizes.keys():
         left = stored
-    elif manifest.bases:  # what it has from these is made whole
-        left = min(part, stored)
+    elif manifest.bases:  # its patches are made whole
+        docs = [universal.docs[key] for key in needed & sizes.keys()]
+        left = min(sum(doc.nbytes for doc in docs if not doc.is_referenced), stored)
     else:
         left = stored * part // (whole or 1)
     return RemnantPlan(source, needed, frozenset(by_dependent), stored, left)
