@@ -14,7 +14,7 @@ from safetensors.numpy import save as safetensors
 import ucformat
 from tests.schedules.world import CATALOGS
 from ucformat.catalog.catalog import Catalog
-from ucformat.errors import Conflict, UcformatError
+from ucformat.errors import Conflict, PermissionDenied, UcformatError
 from ucformat.jobs.gc import collect
 from ucformat.schema.policy import Policy
 from ucformat.storage.url import open_store
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "KEEPERS", "TREES", "Command", "arrays", "first_world", "parse_actor"]
 
 ROOT = "memory://w"
-SRC, NEW, PACKED, GONE, VIRTUAL, BASED, COPY = (
-    f"{ROOT}/{p}" for p in ("src", "t/new", "t/p", "t/a", "t/v", "t/b", "u/p")
+SRC, NEW, PACKED, GONE, VIRTUAL, BASED, WEIGHTS, COPY = (
+    f"{ROOT}/{p}" for p in ("src", "t/new", "t/p", "t/a", "t/v", "t/b", "t/w", "u/p")
 )
 TREES = (f"{ROOT}/t", f"{ROOT}/u")  # where checkpoints lie: ours, and another user's
 GRACE, LONG = timedelta(days=7), timedelta(days=30)
@@ -93,6 +93,15 @@ def _on_base(act: Callable[[], Any]) -> Callable[[], Any]:
     return work
 
 
+def _keep_weights(catalog: Catalog) -> None:
+    """Delete a checkpoint of which another one needs the weights, and have gc drop the rest."""
+    with suppress(Conflict):
+        ucformat.convert(PACKED, WEIGHTS, states="weight", base=PACKED)
+    with suppress(PermissionDenied):  # it is deleted, and gc was interrupted
+        catalog.delete(PACKED, grace=NOW, thin_needed=True)
+    _raise(collect(catalog, [TREES[0]], thin=True, apply=True).failures)
+
+
 def _register(place: str) -> Callable[[Catalog], Any]:
     return lambda c: _raise(ucformat.register([place], c, recursive=True).failures)
 
@@ -119,12 +128,13 @@ COMMANDS: dict[str, Command] = {
     "patch": Command(lambda: ucformat.patch(PACKED, SRC, BASED), contents=(2,)),
     "compact": Command(_on_base(lambda: ucformat.compact(BASED)), contents=(1, 2)),
     "read": Command(_on_base(lambda: ucformat.convert(BASED, NEW)), contents=(1, 2)),
+    "remnant": Command(_catalog(_keep_weights), contents=(1,), deletes=(PACKED, NEW)),
     "materialize": Command(lambda: ucformat.materialize(PACKED), contents=(1,)),
     "thin": Command(lambda: ucformat.thin(PACKED, "exp_avg"), contents=(1,), replaces=(PACKED,)),
     "register": Command(_catalog(_register(TREES[0]))),
     "register-copies": Command(_catalog(_register(TREES[1]))),
     "delete": Command(_catalog(lambda c: c.delete(PACKED, grace=NOW)), deletes=(PACKED, NEW)),
-    "retain": Command(_catalog(_retain), deletes=(PACKED, NEW, VIRTUAL, BASED)),
+    "retain": Command(_catalog(_retain), deletes=(PACKED, NEW, VIRTUAL, BASED, WEIGHTS)),
     "gc": Command(_catalog(lambda c: _raise(collect(c, [TREES[0]], apply=True).failures))),
     "reindex": Command(_catalog(lambda c: _raise(ucformat.reindex(TREES[0], c).failures))),
     "hold": Command(_catalog(lambda c: c.hold(PACKED, "ours"))),

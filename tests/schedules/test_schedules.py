@@ -116,7 +116,8 @@ def test_a_command_that_hides_a_fault_is_found(player: Player) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "actors", ["based delete", "delete based", "based thin", "based overwrite", "patch gc"]
+    "actors",
+    ["based delete", "delete based", "based thin", "based overwrite", "patch gc", "remnant based"],
 )
 def test_a_base_is_taken_away_while_it_is_needed(player: Player, actors: str) -> None:
     for played in pair(player, *actors.split()):

@@ -241,8 +241,8 @@ class OnBases(RuleBasedStateMachine):
     # What removes them
 
     @precondition(lambda self: self.any_live)
-    @rule(place=NUMBER, **BEFALLS)
-    def delete(self, place: int, **befalls: Any) -> None:
+    @rule(place=NUMBER, thin=st.booleans(), **BEFALLS)
+    def delete(self, place: int, thin: bool, **befalls: Any) -> None:
         with self.trees.user():
             home = self.pick(place)
             copies, manifest = self.trees.copies(home), self.trees.manifest(home)
@@ -251,9 +251,9 @@ class OnBases(RuleBasedStateMachine):
 
         def work() -> None:
             with Catalog() as catalog:
-                catalog.delete(made)
+                catalog.delete(made, thin_needed=thin)
 
-        self.trees.delete(work, copies, **befalls)
+        self.trees.delete(work, copies, thin=thin, **befalls)
 
     @rule(keep=KEEP, **BEFALLS)
     def retain(self, keep: Any, **befalls: Any) -> None:
@@ -265,9 +265,9 @@ class OnBases(RuleBasedStateMachine):
 
         self.trees.retain(work, **befalls)
 
-    @rule(befalls=TROUBLE)
-    def collect(self, befalls: Trouble) -> None:
-        self.trees.collect(befalls)
+    @rule(befalls=TROUBLE, thin=st.booleans())
+    def collect(self, befalls: Trouble, thin: bool) -> None:
+        self.trees.collect(befalls, thin=thin)
         assert self.trees.left() == []
 
     @precondition(lambda self: any(known.deleted for known in self.known.values()))
