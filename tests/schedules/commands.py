@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -99,7 +100,10 @@ def _keep_weights(catalog: Catalog) -> None:
         ucformat.convert(PACKED, WEIGHTS, states="weight", base=PACKED)
     with suppress(PermissionDenied):  # it is deleted, and gc was interrupted
         catalog.delete(PACKED, grace=NOW, thin_needed=True)
-    _raise(collect(catalog, [TREES[0]], thin=True, apply=True).failures)
+    found = collect(catalog, [TREES[0]], thin=True, apply=True)
+    _raise(found.failures)
+    for reason in found.whole.values():  # as the command line says it
+        logging.getLogger("ucformat").warning("%s", reason)
 
 
 def _register(place: str) -> Callable[[Catalog], Any]:

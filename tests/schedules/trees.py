@@ -414,8 +414,15 @@ class Trees:
             self.world.time += FOREVER
             if not disturbed:
                 break
-        left = free & set(self.known)
-        assert not left, f"{left} are deleted, nobody needs them, and they were not purged"
+        if free & set(self.known):  # what was interrupted needed them, and is collected after them
+            self.world.time += FOREVER
+            if (error := self.play(partial(collect_all, thin=thin)).error) is not None:
+                raise error
+            with self.user():
+                left = {place for place in free if self.manifest(place) is not None}
+            assert not left, f"{left} are deleted, nobody needs them, and they were not purged"
+            self.known = {p: known for p, known in self.known.items() if p not in free}
+            self.check()
 
     def _learn_remnant(self, place: str) -> None:
         """Find out what is left of a deleted checkpoint: what others need, with the bits that it had."""
