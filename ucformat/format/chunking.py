@@ -275,6 +275,16 @@ class Tiling:
         for at in product(*(list(_runs(*dim, most=1)) for dim in self.dims(box, box))):
             yield Box(tuple(r.start for r in at), tuple(r.edge for r in at))
 
+    def placed(self, box: Box, offset: int) -> Iterator[tuple[int, Box]]:
+        """Each tile of a box, in the order of the file, and the byte at which it begins.
+
+        Args:
+            offset: the byte at which the first one does.
+        """
+        for tile in self.boxes(box):
+            yield offset, tile
+            offset += tile.size * self.itemsize + CHECKSUM_BYTES
+
     def dims(self, box: Box, within: Box) -> Iterator[tuple[int, int, int, int, int]]:
         """Of each dim: the range of a box, the tile's edge, and the range to which the box is limited."""
         for a, b, t, low, high in zip(

@@ -348,10 +348,8 @@ def blocks_of(sidecar: Sidecar) -> Iterator[tuple[str, int, Block]]:
         ]
         for rank, begin, n, box in sorted(stored):
             tiling, file = described.tiling(n), packed_file(described.folder, rank)
-            end = begin
-            for tile in tiling.boxes(box):
-                yield file, n, Block(end, tile.size * tiling.itemsize, placed=True)
-                end += tile.size * tiling.itemsize + CHECKSUM_BYTES
+            for offset, tile in tiling.placed(box, begin):
+                yield file, n, Block(offset, tile.size * tiling.itemsize, placed=True)
     c = sidecar.columns
     rows = np.flatnonzero(c.block_offset != NO_BLOCK)
     tiled = np.flatnonzero(sidecar.tiled)

@@ -29,7 +29,7 @@ from ucformat.errors import (
     UpgradeNeeded,
     UsageError,
 )
-from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
+from ucformat.format.chunking import Tiling
 from ucformat.format.described import Described, DescribedRow, kind_of, without_position
 from ucformat.format.stored_tensors import StoredTensors
 from ucformat.geometry.box import Box, row_major
@@ -309,11 +309,7 @@ class Sidecar:
 
 def _placed_tiles(tensor: int, tiling: Tiling, box: Box, offset: int) -> dict[int, tuple[int, Box]]:
     """The tiles of a box, by their offsets."""
-    out = {}
-    for tile in tiling.boxes(box):
-        out[offset] = (tensor, tile)
-        offset += tile.size * tiling.itemsize + CHECKSUM_BYTES
-    return out
+    return {begin: (tensor, tile) for begin, tile in tiling.placed(box, offset)}
 
 
 def block_of(offset: int, nbytes: int, crc32c: int) -> Block:

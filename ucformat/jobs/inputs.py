@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ucformat.errors import ChecksumError, check_choice, first_names
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
-from ucformat.jobs.finished import StreamSum, SumPart
+from ucformat.jobs.finished import FinishedDoc, RecordedJob, StreamSum, SumPart, sums_of
 from ucformat.jobs.run import run, workers_for
 from ucformat.reading.execute import ReadOptions, place_checksum, read_items
 from ucformat.reading.plan import ReadItem
@@ -93,6 +93,36 @@ class Input:
     def within(self, info: TensorInfo, box: Box) -> InputBox:
         """A box of a tensor, to be read piece by piece."""
         return InputBox.of(self, info, box)
+
+
+class InputsJob(RecordedJob):
+    """A job whose tasks read inputs; a checksum of these may cover bytes that several tasks read.
+
+    A task returns its record, and what it has noted of the checksums of each input.
+    """
+
+    inputs: Sequence[Input]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for input_ in self.inputs:
+            input_.close()
+        super().__exit__(kind)
+
+    def record(self, results: Mapping[int, Any]) -> str:
+        """See Job."""
+        sums = tuple(
+            doc.model_copy(update={"input": n})
+            for n in range(len(self.inputs))
+            for doc in sums_of(noted[n] for _, noted in results.values())
+        )
+        tasks = tuple(doc for doc, _ in results.values())
+        return FinishedDoc(parts=self.parts, tasks=tasks, sums=sums).model_dump_json()
+
+    def take_sums(self, doc: FinishedDoc) -> None:
+        """Take what finished tasks have read of checksums."""
+        for n, input_ in enumerate(self.inputs):
+            if input_.verifier is not None:
+                input_.verifier.take(sums for sums in doc.sums if sums.input == n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from ucformat.format.chunking import CHECKSUM_BYTES, Grid, Tiling
+from ucformat.format.chunking import Grid, Tiling
 from ucformat.format.described import ALIGNMENT
 from ucformat.format.encoding import encode_tile
 from ucformat.format.extents import put_sidecar
@@ -36,8 +36,8 @@ from ucformat.geometry.fingerprint import (
 )
 from ucformat.geometry.flat_buffer import align_up
 from ucformat.geometry.tensor import Key, Piece
-from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, sums_of
-from ucformat.jobs.inputs import Input
+from ucformat.jobs.finished import TaskDoc
+from ucformat.jobs.inputs import Input, InputsJob
 from ucformat.jobs.reopen import reopen, spec_of
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import WriteOptions, plan_spec, planned_of
@@ -45,6 +45,7 @@ from ucformat.jobs.tasks import job_name
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.schema.manifest import CODECS, PATCHES, SidecarDoc, VerifiedDoc
 from ucformat.schema.tensors import BLOSC, TILES, TensorDoc, TensorTable
+from ucformat.storage.concurrency import grouped
 from ucformat.storage.upload import unit_for
 from ucformat.storage.url import open_store
 
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from ucformat.format.tile_index import EncodedTile
     from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.jobs.finished import SumPart
+    from ucformat.jobs.finished import FinishedDoc, SumPart
     from ucformat.storage.base import Bytes, Store
 
 FILE_BYTES = 64 << 20  # of the elements in a file, at most, unless one tile has more
@@ -108,25 +109,8 @@ def place_boxes(infos: Sequence[TensorInfo]) -> list[list[PlacedBox]]:
 def _tiles(boxes: Sequence[PlacedBox]) -> Iterator[tuple[int, PlacedBox]]:
     """The tiles of a file, in order, each with the number of its box."""
     for number, placed in enumerate(boxes):
-        offset = placed.offset
-        for box in placed.tiling.boxes(placed.box):
-            tile = PlacedBox(placed.info, box, offset)
-            yield number, tile
-            offset += tile.nbytes + CHECKSUM_BYTES
-
-
-def _batches(boxes: Sequence[PlacedBox]) -> Iterator[list[tuple[int, PlacedBox]]]:
-    """The tiles of a file, as many together as are read at once."""
-    batch: list[tuple[int, PlacedBox]] = []
-    nbytes = 0
-    for number, tile in _tiles(boxes):
-        if batch and nbytes + tile.nbytes > _BATCH_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append((number, tile))
-        nbytes += tile.nbytes
-    if batch:
-        yield batch
+        for offset, box in placed.tiling.placed(placed.box, placed.offset):
+            yield number, PlacedBox(placed.info, box, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +137,7 @@ class TilesPlan:
         return [info for info in self.infos if info.key not in others]
 
 
-class TilesJob(RecordedJob):
+class TilesJob(InputsJob):
     """Writes packed files whose tiles are patches, encoded with loss as the options say, or compressed.
 
     The bytes of the base are compared with their checksums in any case: a patch of damaged bytes could not be
@@ -186,11 +170,6 @@ class TilesJob(RecordedJob):
         self._bare: set[Key] = set()
         bases = () if base is None else (Input(base, verify=True),)
         self.inputs = [Input(source, verify=options.verify), *bases]
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for input_ in self.inputs:
-            input_.close()
-        super().__exit__(kind)
 
     def key(self, task: int) -> str:
         """The key of a file."""
@@ -260,7 +239,7 @@ class TilesJob(RecordedJob):
         losses: list[tuple[int, Loss]] = []
         plain = boxes[-1].offset + boxes[-1].tiling.nbytes(boxes[-1].box)
         with self.store.create(key, unit_for(plain)) as out:
-            for batch in _batches(boxes):
+            for batch in grouped(_tiles(boxes), lambda tile: tile[1].nbytes, _BATCH_BYTES):
                 tiles = [tile for _, tile in batch]
                 memories, covered = _read(of_source, tiles)
                 bare |= not covered
@@ -294,16 +273,6 @@ class TilesJob(RecordedJob):
             number=0 if base is None else self.plan.bases[info.key].base or 0,
         )
 
-    def record(self, results: Mapping[int, Any]) -> str:
-        """See Job."""
-        sums = tuple(
-            doc.model_copy(update={"input": n})
-            for n in range(len(self.inputs))
-            for doc in sums_of(read[n] for _, read in results.values())
-        )
-        tasks = tuple(doc for doc, _ in results.values())
-        return FinishedDoc(parts=self.parts, tasks=tasks, sums=sums).model_dump_json()
-
     def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:  # noqa: ARG002 - see RecordedJob
         """See RecordedJob."""
         self.parts = max(self.parts, doc.parts)
@@ -322,9 +291,7 @@ class TilesJob(RecordedJob):
                     self._losses[key] = larger(loss, self._losses.get(key, loss))
                 if task.bare:
                     self._bare.add(key)
-        for n, input_ in enumerate(self.inputs):
-            if input_.verifier is not None:
-                input_.verifier.take(sums for sums in doc.sums if sums.input == n)
+        self.take_sums(doc)
 
     def finish(self) -> tuple[Mapping[Key, TensorDoc], VerifiedDoc]:
         """Complete the checksums of which parts were read; call it when all tasks are finished.

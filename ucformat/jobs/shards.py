@@ -16,8 +16,8 @@ from ucformat.format.digest import document_digest, shard_digests_nbytes
 from ucformat.format.lossy_states import check_encode
 from ucformat.format.shard import check_shard, write_shard
 from ucformat.geometry.tensor import Key
-from ucformat.jobs.finished import FinishedDoc, RecordedJob, SumPart, TaskDoc, sums_of
-from ucformat.jobs.inputs import Input
+from ucformat.jobs.finished import FinishedDoc, SumPart, TaskDoc
+from ucformat.jobs.inputs import Input, InputsJob
 from ucformat.jobs.reopen import content_of, other_found, reopen, spec_of
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.tasks import job_name
@@ -116,7 +116,7 @@ def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], W
     return source, infos, options
 
 
-class ShardJob(RecordedJob):
+class ShardJob(InputsJob):
     """Writes the shards of arrays, the large ones first.
 
     Intact shards of an interrupted run of the same attempt are kept, without reading them if they
@@ -166,11 +166,6 @@ class ShardJob(RecordedJob):
     def sources(self) -> Sequence[Checkpoint]:
         """The checkpoints that are read; all but tensors comes from the first."""
         return (self.source,)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for input_ in self.inputs:
-            input_.close()
-        super().__exit__(kind)
 
     def shard(self, task: int) -> tuple[StoredArray, tuple[int, ...]]:
         """The array and the coordinates of a task's shard."""
@@ -261,16 +256,6 @@ class ShardJob(RecordedJob):
             return None
         return None if problems else digests
 
-    def record(self, results: Mapping[int, Any]) -> str:
-        """See Job."""
-        sums = tuple(
-            doc.model_copy(update={"input": n})
-            for n in range(len(self.inputs))
-            for doc in sums_of(noted[n] for _, noted in results.values())
-        )
-        tasks = tuple(doc for doc, _ in results.values())
-        return FinishedDoc(parts=self.parts, tasks=tasks, sums=sums).model_dump_json()
-
     def take_finished(self, doc: FinishedDoc, *, resumed: bool = False) -> None:  # noqa: ARG002 - see RecordedJob
         """See RecordedJob."""
         self.parts = max(self.parts, doc.parts)
@@ -285,9 +270,7 @@ class ShardJob(RecordedJob):
                 self.finished.add(task.task)
                 if task.bare:
                     self._bare.add(array.info.key)
-        for n, input_ in enumerate(self.inputs):
-            if input_.verifier is not None:
-                input_.verifier.take(sums for sums in doc.sums if sums.input == n)
+        self.take_sums(doc)
 
     def finish(self) -> tuple[tuple[TensorDoc, ...], VerifiedDoc]:
         """Complete the checksums of the source of which parts were read; call it when all tasks are finished.

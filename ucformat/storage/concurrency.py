@@ -1,4 +1,4 @@
-"""Limits of concurrent requests, threads for small ones, memory that threads use again, and caches."""
+"""Limits of concurrent requests, threads for small ones, groups by bytes, memory that threads use again, caches."""
 
 from __future__ import annotations
 
@@ -82,6 +82,21 @@ def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
             context = [copy_context() for _ in rest]
             out += pool.map(lambda item, own: own.run(call, item), rest, context)
     return out
+
+
+def grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items in groups of at most so many bytes, unless a single one has more."""
+    group: list[T] = []
+    nbytes = 0
+    for item in items:
+        more = size(item)
+        if group and nbytes + more > limit:
+            yield group
+            group, nbytes = [], 0
+        group.append(item)
+        nbytes += more
+    if group:
+        yield group
 
 
 _own = threading.local()

@@ -30,7 +30,7 @@ from ucformat.storage.base import (
     content_version,
 )
 from ucformat.storage.clouds import Options, boto_client, connect, parse, service
-from ucformat.storage.concurrency import RequestBudget
+from ucformat.storage.concurrency import RequestBudget, grouped
 from ucformat.storage.error_mapping import map_object_error, retry
 from ucformat.storage.upload import ObjectWriter, put_on_condition
 
@@ -236,7 +236,7 @@ class ObjectStore(FlatStore):
         """Fill rows, several with each request."""
         check_key(key)
         wanted = [(offset + k * step, row.cast("B")) for k, row in enumerate(rows) if row.nbytes]
-        for group in _groups(wanted, _COSTS.request):
+        for group in grouped(wanted, lambda row: row[1].nbytes, _COSTS.request):
             with self.read_ranges(key, [(begin, row.nbytes) for begin, row in group]) as views:
                 for (_, row), data in zip(group, views, strict=True):
                     row[:] = data
@@ -466,22 +466,6 @@ def _scatter(data: memoryview, buffers: list[memoryview]) -> None:
             buffers.pop()
         else:
             buffers[-1] = room[take:]
-
-
-def _groups(
-    rows: Sequence[tuple[int, memoryview]], limit: int
-) -> Iterator[list[tuple[int, memoryview]]]:
-    """Rows in groups of at most `limit` bytes."""
-    group: list[tuple[int, memoryview]] = []
-    size = 0
-    for begin, row in rows:
-        if group and size + row.nbytes > limit:
-            yield group
-            group, size = [], 0
-        group.append((begin, row))
-        size += row.nbytes
-    if group:
-        yield group
 
 
 def open_objects(url: str) -> ObjectStore:

@@ -31,6 +31,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import default_threads, place_checksum
 from ucformat.storage.base import Bytes
+from ucformat.storage.concurrency import grouped
 from ucformat.storage.strided import checksum, copy
 from ucformat.storage.upload import unit_for
 from ucformat.torch.state.elements import (
@@ -166,9 +167,10 @@ def _tiles(parts: Sequence[Part]) -> Iterator[_Tile]:
     end = 0
     for part, (info, whole, elements) in enumerate(parts):
         end = align_up(end, ALIGNMENT)
-        for box in Tiling.of(info.shape, info.itemsize).boxes(whole):
-            yield _Tile(part, info, box, elements_within(elements, whole, box), end)
-            end += box.size * info.itemsize + CHECKSUM_BYTES
+        tiling = Tiling.of(info.shape, info.itemsize)
+        for offset, box in tiling.placed(whole, end):
+            yield _Tile(part, info, box, elements_within(elements, whole, box), offset)
+        end += tiling.nbytes(whole)
 
 
 class _Written(NamedTuple):
@@ -293,14 +295,7 @@ def _write_encoded(
 def _runs(parts: Sequence[Part]) -> Iterator[list[_Tile]]:
     """The tiles of a packed file, in its order: as many of one box together as are encoded at once."""
     for _, of_part in groupby(_tiles(parts), attrgetter("part")):
-        run, nbytes = list[_Tile](), 0
-        for tile in of_part:
-            if run and nbytes + tile.nbytes > _RUN_BYTES:
-                yield run
-                run, nbytes = [], 0
-            run.append(tile)
-            nbytes += tile.nbytes
-        yield run
+        yield from grouped(of_part, attrgetter("nbytes"), _RUN_BYTES)
 
 
 def _in_order(
