@@ -28,7 +28,7 @@ from ucformat.references import open_reference
 from ucformat.torch import Publisher, load, save, subscribe
 from ucformat.torch.comm.group import single_process_group
 from ucformat.torch.loading.match import Matched
-from ucformat.torch.publishing.patches import Held, PatchFill
+from ucformat.torch.publishing.patches import CurrentVersion, PatchFill
 from ucformat.torch.state.local import LocalShard
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def measure(folder: Path) -> None:
 def bytes_of_part(last: str, newest: str, before: State, after: State, part: int) -> int:
     """The bytes that a receiver of one eighth of the rows reads to have the next version."""
     ck = open_reference(last)
-    held = Held(0, ck.id, ck.metadata.fingerprints, frozenset())
+    current = CurrentVersion(0, ck.id, ck.metadata.fingerprints, frozenset())
     matched, expected = [], []
     infos = {key.name: info for key, info in ck.tensors.items()}
     for name, tensor in before.items():
@@ -100,7 +100,7 @@ def bytes_of_part(last: str, newest: str, before: State, after: State, part: int
         piece = Piece(box, 0, row_major(tuple(own.shape)))
         matched.append(Matched(LocalShard(infos[name], (piece,), own), infos[name]))
         expected.append(after[name][part * rows : (part + 1) * rows])
-    fill = PatchFill(held, single_process_group(), lambda: None)
+    fill = PatchFill(current, single_process_group(), lambda: None)
     begun = bytes_read()
     fill(open_reference(newest), matched, single_process_group(), None, ReadOptions())
     read = bytes_read() - begun

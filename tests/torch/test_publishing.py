@@ -23,7 +23,7 @@ from ucformat.schema.manifest import MANIFEST
 from ucformat.torch import Increments, Publisher, publish, subscribe
 from ucformat.torch.comm.group import single_process_group
 from ucformat.torch.loading.match import Matched
-from ucformat.torch.publishing.patches import Held, PatchFill
+from ucformat.torch.publishing.patches import CurrentVersion, PatchFill
 from ucformat.torch.saving import patching
 from ucformat.torch.state.local import LocalShard
 
@@ -347,11 +347,11 @@ def test_any_box_of_any_memory(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path, increments=Increments(patch=True))
     places = [publisher.publish(weights(version)).url for version in (1, 2, 3, 4)]
     first, last = ucformat.open(places[0]), ucformat.open(places[-1])
-    held = Held(1, first.id, first.metadata.fingerprints, frozenset())
+    current = CurrentVersion(1, first.id, first.metadata.fingerprints, frozenset())
     ranks, chance = single_process_group(), random.Random(5)
     before, after = weights(1), weights(4)
     begun: list[bool] = []
-    fill = PatchFill(held, ranks, lambda: begun.append(True))
+    fill = PatchFill(current, ranks, lambda: begun.append(True))
     for turn in range(rounds(25, 500)):
         matched, expected = [], []
         for key, info in last.tensors.items():

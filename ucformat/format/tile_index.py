@@ -166,8 +166,8 @@ def encode(
         encoding, payload = patched
     elif codec != "raw":
         encoding, payload = encode_tile(data, itemsize)
-    of = number if encoding in PATCHES else NO_BASE
-    return EncodedTile(nbytes, itemsize, crc, fingerprint, encoding, payload, of)
+    base = number if encoding in PATCHES else NO_BASE
+    return EncodedTile(nbytes, itemsize, crc, fingerprint, encoding, payload, base)
 
 
 def encode_quantized(

@@ -84,11 +84,11 @@ def grid_of(doc: TensorDoc) -> Grid:
 
 def unknown_word(doc: TensorDoc | KindDoc) -> str | None:
     """Why tensors cannot be read that a later ucformat, or another program, has written; None if they can be."""
-    for what, word, known in (
+    for what, word, words in (
         ("has the dtype", doc.dtype, ITEMSIZE),
         ("has the codec", doc.codec, (None, *CODECS)),
     ):
-        if word not in known:
+        if word not in words:
             return f"{what} {str(word)[:100]!r}, which this ucformat does not know"
     return None
 

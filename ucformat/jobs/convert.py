@@ -254,8 +254,8 @@ def convert(
 
 def step_of(source: Checkpoint, manifest: Manifest) -> int | None:
     """The step of what was written of a source: its own, else the one in its name."""
-    known = source.universal or manifest.step is not None
-    return manifest.step if known else step_in_name(source.home)
+    is_recorded = source.universal or manifest.step is not None
+    return manifest.step if is_recorded else step_in_name(source.home)
 
 
 def warn_of_unread(source: Checkpoint) -> None:

@@ -281,8 +281,8 @@ def purge(catalog: Catalog, checkpoint: str, *, thin: bool = False) -> bool:
             for url in kept if thin else ():
                 keep_needed(url, checkpoint)
         finally:
-            found = ((url, remnant_at(url, checkpoint)) for url in kept)
-            remnants = {url: manifest for url, manifest in found if manifest is not None}
+            manifests = ((url, remnant_at(url, checkpoint)) for url in kept)
+            remnants = {url: manifest for url, manifest in manifests if manifest is not None}
             for url, manifest in remnants.items():
                 catalog.record(manifest, url)
             left = max((m.tensors.nbytes for m in remnants.values()), default=None)

@@ -74,12 +74,12 @@ def patch(
     source = src if isinstance(src, Checkpoint) else open_reference(src)
     store = as_store(dst)
     infos = chosen(source, None if states is None else as_strings(states))
-    of = Patch.of(source, infos, base, store.url, options)
+    planned = Patch.of(source, infos, base, store.url, options)
     warn_of_unread(source)
     attempt = where.begin(
-        lambda: begin(store, of.document, overwrite=overwrite, needs=of.references.urls)
+        lambda: begin(store, planned.document, overwrite=overwrite, needs=planned.references.urls)
     )
-    manifest, recorded = of.write(store, attempt)
+    manifest, recorded = planned.write(store, attempt)
     step = step_of(source, manifest)
     done = commit(store, attempt, manifest.model_copy(update={"step": step}))
     if recorded:

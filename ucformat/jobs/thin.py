@@ -135,9 +135,9 @@ def plan_thin(ref: str | PathLike[str] | Checkpoint, drop: str | Iterable[str]) 
     state_of = _as_weights(infos)
     patterns = as_strings(drop)
     states = set(state_of.values())
-    known = states | dropped_states(checkpoint.manifest).keys()
+    ever_there = states | dropped_states(checkpoint.manifest).keys()
     for pattern in patterns:
-        if not any(_drops(pattern, state) for state in known):
+        if not any(_drops(pattern, state) for state in ever_there):
             raise UsageError(
                 f"{checkpoint.url} stores no state that {pattern!r} drops",
                 hint=f"there are: {', '.join(sorted(states))}"

@@ -149,13 +149,13 @@ def _path(
                 hint=f"choose the one whose path you want: head={newest[0].id[:12]!r}",
             )
         return path_of(all_lines[0][1], began)
-    found = [m for m in members if m.id.startswith(head)]
-    if len(found) != 1:
-        raise (UsageError if found else NotFound)(
-            f"{label} has {'several checkpoints' if found else 'no checkpoint'} {head!r}",
+    fitting = [m for m in members if m.id.startswith(head)]
+    if len(fitting) != 1:
+        raise (UsageError if fitting else NotFound)(
+            f"{label} has {'several checkpoints' if fitting else 'no checkpoint'} {head!r}",
             hint="head is the id of a checkpoint of the run, or its beginning: `ucp ls` lists them",
         )
-    return path_of(line_to(members, found[0]), began)
+    return path_of(line_to(members, fitting[0]), began)
 
 
 def _one_form(label: str, members: Iterable[Member]) -> list[Member]:

@@ -234,7 +234,7 @@ def _patches(
 ) -> dict[str, Patch]:
     """The patches in a file, after a check that they are those which the index lists in it."""
     file = header.file
-    found = {}
+    patches = {}
     for name in (*header.tensors, *header.unreadable):
         shown = f"{url}/{file}: {reprlib.repr(name)}"
         if weight_map.get(name) != file:
@@ -248,5 +248,5 @@ def _patches(
         digest = header.metadata.get(name)
         if not is_digest(digest, checksum):
             raise IntegrityError(f"{shown} has no {checksum} digest in the header of its file")
-        found[name] = Patch(f"{folder}/{file}", header.starts[name], info.nbytes, str(digest))
-    return found
+        patches[name] = Patch(f"{folder}/{file}", header.starts[name], info.nbytes, str(digest))
+    return patches

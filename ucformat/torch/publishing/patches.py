@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ucformat.torch.loading.match import Matched
 
 
-class Held(NamedTuple):
+class CurrentVersion(NamedTuple):
     """The version that the ranks hold: its number, the id of its checkpoint, and the fingerprints of its tensors.
 
     `known` has the ids of this checkpoint and its bases, which patches from here on do not need.
@@ -61,8 +61,8 @@ class PatchFill:
         begin: called on all ranks before the first tensor is changed.
     """
 
-    def __init__(self, held: Held, ranks: Group, begin: Callable[[], None]) -> None:
-        self._held, self._ranks, self._begin = held, ranks, begin
+    def __init__(self, current: CurrentVersion, ranks: Group, begin: Callable[[], None]) -> None:
+        self._current, self._ranks, self._begin = current, ranks, begin
 
     def __call__(
         self,
@@ -94,7 +94,7 @@ class PatchFill:
         for m in matched:
             steps = None
             if m.target.info.dtype == m.stored.dtype:
-                steps = patched_from(self._held, ck.universal, m.stored.key)
+                steps = patched_from(self._current, ck.universal, m.stored.key)
             if steps is None:
                 others.append(m)
             else:
@@ -102,18 +102,20 @@ class PatchFill:
         return others, patches
 
 
-def patched_from(held: Held, to: BaseCheckpoint, key: Key) -> list[BaseCheckpoint] | None:
+def patched_from(
+    current: CurrentVersion, to: BaseCheckpoint, key: Key
+) -> list[BaseCheckpoint] | None:
     """The checkpoints whose patches lead from a version to another one, in order; None if none do."""
     steps: list[BaseCheckpoint] = []
     while True:
         doc = to.docs[key]
-        if doc.fingerprint is not None and doc.fingerprint == held.fingerprints.get(key):
+        if doc.fingerprint is not None and doc.fingerprint == current.fingerprints.get(key):
             return steps[::-1]
         if doc.base is None or doc.path is not None:
             return None
         if not doc.is_referenced:
             steps.append(to)
-        if to.bases.docs[doc.base].id == held.id:  # which need not be there any more
+        if to.bases.docs[doc.base].id == current.id:  # which need not be there any more
             return steps[::-1]
         to = to.bases.with_tensor(doc, equal=doc.is_referenced)
 

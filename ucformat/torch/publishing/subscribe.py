@@ -14,7 +14,7 @@ from ucformat.torch.loading.certify import certify_state
 from ucformat.torch.loading.load import load_state
 from ucformat.torch.loading.share import open_together, read_shared
 from ucformat.torch.publishing.channel import Channel, named
-from ucformat.torch.publishing.patches import Held, PatchFill
+from ucformat.torch.publishing.patches import CurrentVersion, PatchFill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +80,7 @@ class Subscription:
         self._channel = Channel(channel)
         self._options = LoadOptions.of("report", arguments)
         self._group, self._timeout = group, arguments.get("timeout", TIMEOUT)
-        self._held: Held | None = None
+        self._current: CurrentVersion | None = None
         self._is_changed = False  # whether the last `update` has changed the state
 
     @property
@@ -91,7 +91,7 @@ class Subscription:
     @property
     def version(self) -> int | None:
         """The version that the state has, as of the last `update`; None: none that was verified."""
-        return None if self._held is None else self._held.version
+        return None if self._current is None else self._current.version
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for a version that the state does not have; all ranks call this together.
@@ -145,7 +145,7 @@ class Subscription:
         """
         begun = time.monotonic()
         self._is_changed = False
-        whole = "" if self._held is not None else "first"
+        whole = "" if self._current is not None else "first"
         with self._ranks("update") as ranks:
             for tries in range(_TRIES):
                 newest = self._agreed(ranks, self._new)
@@ -161,7 +161,7 @@ class Subscription:
                     is_over = is_newest and (whole or not self._is_changed)
                     if is_over or tries == _TRIES - 1:
                         raise self._told(error, newest) from error
-                    if self._held is None:
+                    if self._current is None:
                         whole = whole or error.message
         raise AssertionError  # unreachable: the last try returns or raises
 
@@ -169,14 +169,16 @@ class Subscription:
         self, state: Mapping[str, Any], newest: VersionDoc, whole: str, ranks: Group, begun: float
     ) -> Update:
         """Load a version, `whole` for a reason, and verify it."""
-        held = None if whole else self._held
-        ck = open_together(self._channel.place(newest), ranks, () if held is None else held.known)
+        current = None if whole else self._current
+        ck = open_together(
+            self._channel.place(newest), ranks, () if current is None else current.known
+        )
         with ranks.sharing_errors():
             self._channel.check(newest, ck.manifest)
-        fill = self._fill_whole if held is None else PatchFill(held, ranks, self._begin)
+        fill = self._fill_whole if current is None else PatchFill(current, ranks, self._begin)
         report = load_state(state, ck, ranks, self._options, fill)
         certificate = certify_state(state, ck, ranks, self._options, record=False).checked()
-        self._held = Held(
+        self._current = CurrentVersion(
             newest.number,
             ck.id,
             ck.metadata.fingerprints,
@@ -187,7 +189,7 @@ class Subscription:
 
     def _begin(self) -> None:
         """Note that the state is about to be changed."""
-        self._held, self._is_changed = None, True
+        self._current, self._is_changed = None, True
 
     def _fill_whole(
         self,
@@ -214,8 +216,10 @@ class Subscription:
     def _new(self) -> VersionDoc | None:
         """The newest version, if the state does not have it."""
         newest = self._channel.newest()
-        is_held = newest is not None and self._held is not None and newest.id == self._held.id
-        return None if is_held else newest
+        is_current = (
+            newest is not None and self._current is not None and newest.id == self._current.id
+        )
+        return None if is_current else newest
 
     def _agreed(self, ranks: Group, look: Callable[[], VersionDoc | None]) -> VersionDoc | None:
         """What rank 0 sees."""
