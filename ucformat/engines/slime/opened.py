@@ -28,10 +28,10 @@ from ucformat.sources.model_files import (
     root_files,
 )
 from ucformat.sources.safetensors import OpenSafetensors
-from ucformat.storage.base import HIDDEN, Info, content_version, read_ranges
+from ucformat.storage.base import HIDDEN, Info, content_version
 from ucformat.storage.decoded import DECODED, DecodedStore
 from ucformat.storage.url import open_store
-from ucformat.storage.wrappers import PrefixStore, WatchedStore, WrappedStore
+from ucformat.storage.wrappers import PrefixStore, RoutedStore, WatchedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.model_files import FileSet
-    from ucformat.storage.base import Checksums, Ranges, Store
+    from ucformat.storage.base import Store
 
 #: The prefix of the keys of files in the folder of version 0, if that is elsewhere.
 _BASE = f"{HIDDEN}base/"
@@ -161,7 +161,7 @@ def _check_names(full: OpenSafetensors, deltas: Iterable[Delta], url: str) -> No
             )
 
 
-class _Files(WrappedStore):
+class _Files(RoutedStore):
     """The folder of all versions, and in it the files of version 0 if that is elsewhere.
 
     Attributes:
@@ -174,39 +174,16 @@ class _Files(WrappedStore):
         self.base: Store | None = None
         self.assets: dict[str, str] = {}
 
-    def _place(self, key: str) -> tuple[Store, str]:
-        """The store of a file, and its key there."""
-        key = self.assets.get(key, key)
-        if self.base is not None and key.startswith(_BASE):
-            return self.base, key.removeprefix(_BASE)
-        return self.inner, key
+    def place(self, key: str) -> tuple[Store, str] | None:
+        """See RoutedStore."""
+        stored = self.assets.get(key, key)
+        if self.base is not None and stored.startswith(_BASE):
+            return self.base, stored.removeprefix(_BASE)
+        return None if stored == key else (self.inner, stored)
 
     def info(self, key: str) -> Info:
         """See Store."""
-        store, name = self._place(key)
-        return replace(store.info(name), key=key)
-
-    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """See Store."""
-        store, name = self._place(key)
-        return store.read(name, offset, nbytes)
-
-    def read_into(
-        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
-    ) -> None:
-        """See Store."""
-        store, name = self._place(key)
-        store.read_into(name, offset, buffers, crcs)
-
-    def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
-        """See Store."""
-        store, name = self._place(key)
-        store.read_rows(name, offset, step, rows)
-
-    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
-        """See RangeReader."""
-        store, name = self._place(key)
-        return read_ranges(store, name, ranges)
+        return replace(super().info(key), key=key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,9 +176,7 @@ class TilePatcher:
         encoded: list[tuple[Encoding, Bytes] | None] = [None] * len(tiles)
         if not self.fits(info):
             return encoded
-        compared: list[
-            int
-        ] = []  # numbers of the tiles that are compared with the bytes of the base
+        compared: list[int] = []  # the numbers of those that need the bytes of the base
         for number, (box, data, fingerprint) in enumerate(tiles):
             before = self._fingerprint(info.key, box)
             rows = self._changed_rows(info, box)
