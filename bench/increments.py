@@ -23,7 +23,7 @@ from ucformat.format.encoded import EncodedStore
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import single_extents
 from ucformat.storage.wrappers import layers
-from ucformat.torch import Increments, Manager, load, save
+from ucformat.torch import ChangedRows, Increments, Manager, load, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -198,22 +198,27 @@ def embeddings() -> list[tuple[str, str, float]]:
 
 def embeddings_by(policy: Any) -> tuple[list[str], list[tuple[str, str, float]]]:
     torch.manual_seed(0)
-    tables = {f"emb.{n}.weight": torch.randn(ROWS, DIM) for n in range(TABLES)}
-    plain, run = bytes_of(tables), FOLDER / policy
+    model = torch.nn.ModuleList(torch.nn.Embedding(ROWS, DIM) for _ in range(TABLES))
+    tables = list(model.parameters())
+    plain, run = sum(t.nbytes for t in tables), FOLDER / policy
     written, seconds = list[int](), list[float]()
-    increments = Increments(policy=policy, patch=True, max_chain=INTERVALS)
+    increments, changed = Increments(policy, patch=True, max_chain=INTERVALS), ChangedRows(model)
     with Manager(run, increments=increments, form="packed", signals=()) as manager:
         for step in range(INTERVALS):
-            for t in tables.values() if step else ():
+            for module in model if step else ():
                 touched = torch.randint(ROWS, (int(ROWS * TOUCHED),))
-                t[touched] += 1e-3 * torch.randn(len(touched), DIM)
+                module(touched)
+                with torch.no_grad():
+                    module.weight[touched] += 1e-3 * torch.randn(len(touched), DIM)
             begun = time.perf_counter()
-            manager.save(step, {"model": tables})
+            manager.save(step, {"model": model}, changed=changed)
             seconds.append(time.perf_counter() - begun)
             written.append(stored(run / f"step-{step:08d}"))
-    target = {"model": {name: torch.empty_like(t) for name, t in tables.items()}}
-    load_s = best(lambda: load(target, run / f"step-{INTERVALS - 1:08d}"), 1)
-    assert all(map(torch.equal, tensors(target), tensors(tables)))
+    trained = [t.detach().clone() for t in tables]
+    for parameter in tables:
+        torch.nn.init.zeros_(parameter)
+    load_s = best(lambda: load({"model": model}, run / f"step-{INTERVALS - 1:08d}"), 1)
+    assert all(map(torch.equal, tables, trained))
     less, capacity = INTERVALS * plain / sum(written), INTERVALS * plain / used(run)
     anchors = sum(nbytes > plain / 2 for nbytes in written)
     times = (seconds[0], sum(seconds[1:]) / (INTERVALS - 1), load_s)
