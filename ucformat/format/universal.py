@@ -125,7 +125,7 @@ class Universal:
         sidecar = self.manifest.sidecar
         if sidecar is not None and sidecar.roots:
             watching.inner = MountedStore(watching.inner, sidecar, roots)
-        if any(kind.codec is not None for kind in self.manifest.tensors.kinds):
+        if self.manifest.tensors.is_encoded:
             from ucformat.format.encoded import EncodedStore  # which imports NumPy
 
             watching.inner = EncodedStore(

@@ -81,7 +81,7 @@ def compact(
     if is_whole(source):
         settle(own_store(source))
         return source
-    if codec is None and any(k.codec is not None for k in source.manifest.tensors.kinds):
+    if codec is None and source.manifest.tensors.is_encoded:
         codec = "blosc"
     return materialize(source, dst, codec=None if codec == "none" else codec, **job_arguments)
 

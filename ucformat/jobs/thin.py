@@ -299,8 +299,7 @@ def _as_stored(manifest: Manifest, options: WriteOptions) -> WriteOptions:
     grid = manifest.grid
     chunk_bytes = options.chunk_bytes or (grid.chunk_bytes if grid else None)
     shard_bytes = options.shard_bytes or (grid.shard_bytes if grid else None)
-    encoded = any(kind.codec is not None for kind in manifest.tensors.kinds)
-    codec = options.codec or (BLOSC if encoded else None)
+    codec = options.codec or (BLOSC if manifest.tensors.is_encoded else None)
     return replace(options, chunk_bytes=chunk_bytes, shard_bytes=shard_bytes, codec=codec)
 
 

@@ -358,6 +358,11 @@ class TensorTable(BaseModel):
         ]
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether a kind of tensors has a codec."""
+        return any(kind.codec is not None for kind in self.kinds)
+
+    @property
     def ndims(self) -> list[int]:
         """The number of dims of each tensor."""
         return list(self.by_kind(lambda k: len(k.shape)))
