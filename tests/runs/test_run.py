@@ -270,7 +270,10 @@ def test_a_run_of_an_engine(tmp_path: Path) -> None:
 
 def test_a_run_in_an_object_store(bucket: Bucket, tmp_path: Path) -> None:
     fill(tmp_path / "run7", 5, 6, 7)
-    local, remote = open_store(tmp_path / "run7"), open_store(bucket.place("run7"))
+    local, remote = (
+        open_store(tmp_path / "run7"),
+        open_store(bucket.place("in-an-object-store/run7")),
+    )
     for info in local.list():
         remote.put_if_absent(info.key, local.read(info.key))
     run = ucformat.run(remote.url)
