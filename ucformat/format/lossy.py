@@ -1,7 +1,7 @@
 """Encodings of tiles with loss, for the moments of optimizers: blocks of codes of 2 to 8 bits.
 
 `quantize_int8` is for moments in general, and `quantize_adaptive` for embedding tables and their moments, with
-as many bits as the number of restores allows. Both say the largest errors of what will be decoded; decoding is
+a number of bits that depends on that of restores. Both say the largest errors of what will be decoded; decoding is
 float32 arithmetic in a fixed order, so it gives the same bits everywhere (docs/adr/0054-codecs-and-patches.md).
 """
 
@@ -96,7 +96,7 @@ def quantize_int8(elements: NDArray[Any]) -> Quantized:
 
 
 def quantize_adaptive(elements: NDArray[Any], width: int, block: int) -> Quantized:
-    """Quantize to evenly spaced codes of a few bits between two bounds for each block, as Check-N-Run does.
+    """Quantize to evenly spaced codes of a few bits between two bounds for each block, after Check-N-Run.
 
     The bounds begin as the smallest and the largest element. With fewer than 8 bits, they are brought closer together
     step by step, each time on the side where it costs less, and those with the smallest sum of squared errors are
@@ -132,7 +132,7 @@ def quantize_adaptive(elements: NDArray[Any], width: int, block: int) -> Quantiz
 
 
 def width_for_restores(restores: int) -> int:
-    """The bits with which a training may be restored so often without a loss of accuracy, by the paper's tests."""
+    """The bits that are chosen for a training that is restored so often; the limits are ours."""
     return 2 if restores <= 1 else 3 if restores <= 3 else 4 if restores < 20 else 8
 
 

@@ -55,8 +55,8 @@ class RunArguments(TypedDict, total=False):
             of each tile, so that later checkpoints can be based on them (default: neither).
             Safetensors files stay as they are, for the tools that load them.
         encode: encode states of optimizers with loss, by patterns of their names: `{"exp_avg*":
-            "int8-blockwise"}`, or `"adaptive:N"` with as many bits as restoring the training N times
-            allows. They are packed, whatever the `form` is; `load` refuses them without
+            "int8-blockwise"}`, or `"adaptive:N"` with the more bits, the more often the training
+            will be restored. They are packed, whatever the `form` is; `load` refuses them without
             `lossy=True`. Weights are never encoded with loss (default: nothing is).
         assets: a folder whose `config.json`, tokenizer and similar files are stored, too. The
             `config.json` of a model of transformers in the state, or the `adapter_config.json` of
