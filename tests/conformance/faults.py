@@ -675,7 +675,7 @@ def of_based(based: Files) -> Faults:
     def moved(m: Any) -> None:
         m["objects"]["path"] = "bases/0/" + m["objects"]["path"]
 
-    places = ("../..", "2", "../%32", "http://h/../2")
+    places = ("../..", "2", "../%32", "http://h/../2", "../%2F2")
     return {
         "based-not-required": ("damaged", "bases, which are not required", manifest(lambda m: m["requires"].remove("bases"))),
         "based-twice": ("damaged", "a base is listed twice", base(1, id=f"{1:032x}")),

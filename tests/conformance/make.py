@@ -658,8 +658,12 @@ def virtual_files() -> Files:
     return {**found, **inside, "manifest.json.in": json.dumps(m, indent=1).encode()}
 
 
-def based_files(whole: Files) -> Files:
-    """Three checkpoints in one folder: 3 has the last tensor from 2, which has it from 1, and the first from 1."""
+def based_files(whole: Files, second: tuple[str, str] = ("2", "2")) -> Files:
+    """Three checkpoints in one folder: 3 has the last tensor from 2, which has it from 1, and the first from 1.
+
+    Args:
+        second: the name of 2, and how it is spelled in a url.
+    """
     ids = [f"{n:032x}" for n in range(3)]
     prints = {Key(d.name, d.state): d.fingerprint for d in parsed_table(made_of_arrays())}
     keys = [Key(d.name, d.state) for d in parsed_table(whole)]
@@ -670,7 +674,7 @@ def based_files(whole: Files) -> Files:
         """A checkpoint with tensors of bases, by number."""
 
         def change(m: Any) -> None:
-            urls = [{"id": ids[n - 1], "url": f"../{n}"} for n in bases]
+            urls = [{"id": ids[n - 1], "url": f"../{second[1] if n == 2 else n}"} for n in bases]
             m.update(id=ids[number - 1], bases=urls, requires=[*m.get("requires", ()), "bases"])
             t = m["tensors"]
             for row, base in of.items():
@@ -684,14 +688,14 @@ def based_files(whole: Files) -> Files:
         return edited(whole, change)
 
     last = max(n for n, d in enumerate(parsed_table(whole)) if d.nbytes)
-    second = on(2, 1, of=dict.fromkeys(range(len(keys)), 0))
+    middle = on(2, 1, of=dict.fromkeys(range(len(keys)), 0))
     third = on(3, 2, 1, of={last: 0, 0: 1})
     return {
         **{f"1/{path}": data for path, data in first.items()},
-        "2/manifest.json": second["manifest.json"],
+        f"{second[0]}/manifest.json": middle["manifest.json"],
         **{
-            f"2/{path}": data
-            for path, data in second.items()
+            f"{second[0]}/{path}": data
+            for path, data in middle.items()
             if path.startswith(("objects", "assets"))
         },
         **{f"3/{path}": data for path, data in third.items()},
@@ -896,6 +900,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}),
         "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),
         "based": ("tensors of a base, which has one of them from its own", based_files(flat), {**all_of_it, "at": "3"}),
+        "based-name": ("a base whose name is escaped", based_files(flat, ("#2 50%", "%232 50%25")), {**all_of_it, "at": "3"}),
     }  # fmt: skip
 
 

@@ -171,9 +171,15 @@ def folder_of(name: str) -> str:
 
 def beside(url: str) -> str | None:
     """The name of a base in the same folder as the checkpoint."""
-    match = re.fullmatch(r"\.\./([^/\\%?#\x00-\x1f]+)", url)
-    name = match[1] if match else "."
-    return None if name in (".", "..") or name.startswith(".ucf-") else name
+    name = unquote(url[3:], errors="surrogateescape")
+    spelled = "".join(
+        f"%{c.encode(errors='surrogateescape')[0]:02X}"
+        if c < " " or c in "%?#\\" or "\udc80" <= c <= "\udcff"
+        else c
+        for c in name
+    )
+    wrong = name in ("", ".", "..") or "/" in name or "\0" in name or name.startswith(".ucf-")
+    return None if wrong or url != f"../{spelled}" else name
 
 
 DESCRIBED = ("described", "distribution", "writer", "position")

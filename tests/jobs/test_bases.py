@@ -343,11 +343,43 @@ def test_places_that_no_base_has(pair: tuple[Checkpoint, Checkpoint]) -> None:
     for url in (
         *("", ".", "..", "../", "../.", "../..", "../../1", "../1/..", "1", "./1", "../1/../1"),
         *("/a/../b", "http://h/a/../b", "http://h/%2e%2e/b", "http:", "../%2e%2e", "../a\\b"),
-        *("../a?b", "../a#b", "../.ucf-x", "../a\0b", "/a\0b", "~/1", "file:///etc"),
+        *("../a?b", "../a#b", "../.ucf-x", "../a\0b", "/a\0b", "~/1", "file:///etc", "../%2Fetc"),
+        *(
+            "../%2e%2E",
+            "../%00",
+            "../a%3f",
+            "../a%62",
+            "../%C3%A9",
+            "../%E9%",
+            "../a\nb",
+            "../%2Eucf-",
+        ),
     ):
         moved_base(b, url)
         with pytest.raises(Inconsistent, match="neither absolute nor beside"):
             ucformat.open(b.url)
+
+
+def test_names_of_bases_beside(tmp_path: Path) -> None:
+    """Whatever a folder may be called, the folder around it may be moved."""
+    spelled = {
+        "a#b?c%20 d": "a%23b%3Fc%2520 d",
+        "line\nbreak": "line%0Abreak",
+        "back\\slash": "back%5Cslash",
+        "%2e%2e": "%252e%252e",
+        "%": "%25",
+        **{name: name for name in ("..a", "...", "-rf", " ", "~", "a:b", "é☃", "e\u0301")},
+    }
+    for number, (name, escaped) in enumerate(spelled.items()):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        a = put(folder / name, model())
+        b = put(folder / f"on {name}", model("lora", seed=1), base=a)
+        assert [base.url for base in b.manifest.bases] == [f"../{escaped}"]
+        moved = folder.rename(tmp_path / f"moved-{number}")
+        assert is_read(str(moved / f"on {name}"), model("lora", seed=1))
+        (needed_by,) = (moved / name / "needed-by").iterdir()
+        assert json.loads(needed_by.read_text())["url"] == f"../on {escaped}"
 
 
 def test_a_base_that_is_another_one(pair: tuple[Checkpoint, Checkpoint], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, UnsafeError
 from ucformat.format.mounted import is_below
-from ucformat.format.structure import BASES_FOLDER, sibling_name
+from ucformat.format.structure import BASES_FOLDER, sibling_name, sibling_url
 from ucformat.geometry.tensor import FileRun, Key
 from ucformat.schema.limits import MAX_CHAIN
 from ucformat.storage.folders import roots_hint
@@ -279,8 +279,8 @@ def place_of_base(home: str, url: str) -> str:
 def url_of_base(home: str, place: str) -> str:
     """How the manifest of a checkpoint has the place of its base: relative if they are in one folder."""
     folder, name = _folder_and_name(place)
-    beside = f"../{name}"
-    if folder is not None and folder == _folder_and_name(home)[0] and sibling_name(beside):
+    beside = sibling_url(name)
+    if folder is not None and folder == _folder_and_name(home)[0] and beside is not None:
         return beside
     scheme, path = split_url(place)
     return os.path.realpath(path) if scheme in ("", "file") else place

@@ -8,6 +8,7 @@ they read, `verify` for all.
 from __future__ import annotations
 
 import math
+import os
 import posixpath
 import re
 from collections import Counter
@@ -71,8 +72,8 @@ _SOURCE = re.compile(rf"{MOUNT}([0-9]{{1,9}})/(.+)", re.DOTALL)
 
 #: Prefix of the keys of files of bases.
 BASES_FOLDER = "bases/"
-# what no part of a path is, or what some urls give a meaning
-_SIBLING = re.compile(r"\.\./((?!\.ucf-)[^/\\%?#\0-\x1f]+)")
+# of the name of a base beside the checkpoint: what urls, and some programs, give a meaning, and what is no UTF-8
+_ESCAPED = re.compile(r"[\x01-\x1f%?#\\\udc80-\udcff]")
 
 _NAMED = 5  # problems that an error names
 # of the values of a rank, at least: `{}`, its checksum, and its entry in the index
@@ -264,8 +265,16 @@ def _base_problems(manifest: Manifest) -> Iterator[Problem]:
 
 def sibling_name(url: str) -> str | None:
     """The name of a base that is in the same folder as the checkpoint; None if it is elsewhere."""
-    match = _SIBLING.fullmatch(url)
-    return None if match is None or match[1] in (".", "..") else match[1]
+    name = unquote(url.removeprefix("../"), errors="surrogateescape")
+    return name if sibling_url(name) == url else None
+
+
+def sibling_url(name: str) -> str | None:
+    """The url of a base with this name in the same folder; None if no checkpoint has such a name."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name or name.startswith(".ucf-"):
+        return None
+    escaped = _ESCAPED.sub(lambda match: f"%{os.fsencode(match[0])[0]:02X}", name)
+    return f"../{escaped}"
 
 
 def _is_absolute(url: str) -> bool:
