@@ -140,14 +140,22 @@ def test_another_base_is_told(tmp_path: Path) -> None:
     assert ck.id
 
 
-def test_a_damaged_base_is_told(tmp_path: Path) -> None:
-    base = put(tmp_path, 0)
+@pytest.mark.parametrize("is_encoded", [True, False])
+def test_a_damaged_base_is_told(tmp_path: Path, is_encoded: bool) -> None:
+    store = LocalStore(tmp_path / "0")
+    base = put(tmp_path, 0) if is_encoded else write_packed(store, step(0), ranks=3)
     put(tmp_path, 1, base)
     (file, *_) = sorted((tmp_path / "0").glob("data/*/rank0.bin"))
     data = bytearray(file.read_bytes())
     data[1000] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ChecksumError, match=r"w \(weight\): the tile .* is damaged"):
+    told = (
+        "the tile .* is damaged" if is_encoded else "in the base .* at .*: the chunk .* is damaged"
+    )
+    with pytest.raises(ChecksumError, match=rf"w \(weight\):? {told}"):
+        ucformat.open(tmp_path / "1")["w"].read()
+    file.unlink()
+    with pytest.raises(MissingData, match=r"rank0\.bin"):
         ucformat.open(tmp_path / "1")["w"].read()
 
 

@@ -145,3 +145,6 @@ def test_the_chunks_within_a_box_are_those_that_intersect_it(data: st.DataObject
         tiles = replace(tiles, steps=tuple(1000**n for n in range(len(sizes), 0, -1)))
     within = Box(each(0, [15] * len(sizes)), each(0, [15] * len(sizes)))
     assert list(tiles.extents(within)) == [e for e in tiles.extents() if e.box.intersect(within)]
+    offsets = {e.box: e.offset for e in tiles.extents() if e.box.shape == tiles.chunk}
+    for box in (within, Box(within.start, tiles.chunk), *(e.box for e in tiles.extents())):
+        assert tiles.offset_of(box) == offsets.get(box)

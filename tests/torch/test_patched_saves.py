@@ -10,9 +10,10 @@ import torch
 import ucformat
 import ucformat.torch
 from tests.torch.ranks import KILLED, Ranks
-from ucformat.errors import UsageError
+from ucformat.errors import ChecksumError, MissingData, UsageError
 from ucformat.format.encoded import find_image
 from ucformat.format.tile_index import TileIndex
+from ucformat.geometry.tensor import Key, single_extents
 from ucformat.jobs.removal import discard
 from ucformat.torch import Increments, Manager
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tests.s3 import Bucket
     from ucformat.checkpoint import Checkpoint
 
+W = Key("w", "weight")
 PROGRAM = Ranks("tests.torch.patches_program")
 
 
@@ -120,7 +122,7 @@ def test_every_form_of_a_base(tmp_path: Path) -> None:
 def test_equal_tiles_are_told_by_their_fingerprints(tmp_path: Path) -> None:
     model = state()
     ucformat.torch.save({"model": model}, tmp_path / "0", form="packed", base=True)
-    model["w"][5, 5] += 1
+    model["w"][250, 5] += 1  # between tiles that are equal
     done = ucformat.torch.save({"model": model}, tmp_path / "1", form="packed", base=True)
     ck = ucformat.open(tmp_path / "1")
     assert encodings(ck) == {0: 1, 4: 3}
@@ -130,6 +132,20 @@ def test_equal_tiles_are_told_by_their_fingerprints(tmp_path: Path) -> None:
     model["w"] += 1  # nothing is the same: the base is not needed for it
     ucformat.torch.save({"model": model}, tmp_path / "2", form="packed", base=True)
     assert [base.url for base in ucformat.open(tmp_path / "2").manifest.bases] == ["../0"]
+
+
+def test_a_damaged_tile_of_a_base_is_told(tmp_path: Path) -> None:
+    ucformat.torch.save({"model": state()}, tmp_path / "0", form="packed")
+    ucformat.torch.save({"model": state(1)}, tmp_path / "1", base=tmp_path / "0", patch=True)
+    extent = next(single_extents(ucformat.open(tmp_path / "0").source.extents(W)))
+    data = bytearray((tmp_path / "0" / extent.file).read_bytes())
+    data[extent.offset + 1000] ^= 1
+    (tmp_path / "0" / extent.file).write_bytes(data)
+    with pytest.raises(ChecksumError, match=r"w \(weight\) in the base .*: the chunk at bytes"):
+        loaded(tmp_path / "1", state(1))
+    (tmp_path / "0" / extent.file).unlink()
+    with pytest.raises(MissingData, match=r"w \(weight\) in the base"):
+        loaded(tmp_path / "1", state(1))
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

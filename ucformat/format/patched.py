@@ -6,23 +6,26 @@ layout. So bases are read as any checkpoint is: planned, verified, and through a
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ucformat.errors import IntegrityError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Key, Piece, TensorInfo
+from ucformat.geometry.tensor import Key, Piece, TensorInfo, Tiles
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.execute import ReadOptions, read_items
+from ucformat.reading.execute import ReadOptions, read_chunks, read_items
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.schema.tensors import TILES
+from ucformat.storage.concurrency import gc_paused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ucformat.format.bases import BaseCheckpoint, Bases
     from ucformat.format.sidecar import Sidecar
+    from ucformat.geometry.tensor import Extent
     from ucformat.schema.tensors import TensorTable
     from ucformat.storage.concurrency import Cache
 
@@ -48,21 +51,26 @@ class PatchedTiles:
     ) -> None:
         self._home, self._tensors, self._bases, self._sidecar = home, tensors, bases, sidecar
         self._shared = shared
-        self._by_file: dict[str, dict[int, tuple[int, Box]]] = {}  # by offset: tensor, box
+        self._by_file: dict[str, dict[int, tuple[Key, Box]]] = {}  # by offset
 
     def locate(self, file: str, start: int) -> tuple[Key, Box]:
         """The tensor and the box of the tile that begins at a byte of a plain file."""
         tiles = self._by_file.get(file)
         if tiles is None:
-            tiles = self._by_file.setdefault(file, self._sidecar().tiles_in(file))
+            tiles = self._by_file.setdefault(file, self._tiles_in(file))
         if start not in tiles:
             raise IntegrityError(
                 f"{self._home}/{file}: its index has a tile at byte {start}, where no tensor has one",
                 hint="restore it from another copy",
             )
-        row, box = tiles[start]
-        doc = self._tensors[row]
-        return Key(doc.name, doc.state), box
+        return tiles[start]
+
+    @gc_paused()
+    def _tiles_in(self, file: str) -> dict[int, tuple[Key, Box]]:
+        tiles = self._sidecar().tiles_in(file)
+        docs = {row: self._tensors[row] for row in {row for row, _ in tiles.values()}}
+        keys = {row: Key(doc.name, doc.state) for row, doc in docs.items()}
+        return {start: (keys[row], box) for start, (row, box) in tiles.items()}
 
     def read_base(
         self, number: int, key: Key, boxes: Sequence[Box], outs: Sequence[memoryview]
@@ -85,7 +93,7 @@ class PatchedTiles:
     def read_of_base(self, number: int, key: Key, boxes: Sequence[Box]) -> int:
         """The bytes that `read_base` reads."""
         base, info = self._tensor(number, key)
-        item = _item(base, info, boxes)
+        item = _item(info, base.extents(key, _hull(boxes)), boxes)
         return make_plan([item], costs=base.store.costs).through(base.store).bytes_read
 
     def describe_base(self, number: int) -> str:
@@ -118,14 +126,43 @@ def read_boxes(
     base: BaseCheckpoint, info: TensorInfo, boxes: Sequence[Box], outs: Sequence[memoryview]
 ) -> None:
     """Read boxes of a tensor of a base, in this thread, each row-major into memory of exactly its bytes."""
-    memories = [np.frombuffer(out, np.uint8) for out in outs]
     label = f"{info.key} in the base {base.manifest.id} at {base.store.url}"
-    read_items(base.store, [_item(base, info, boxes)], memories, [label] * len(outs), _HERE)
+    extents = list(base.extents(info.key, _hull(boxes)))
+    runs = _chunk_runs(extents, boxes)
+    if runs is None:
+        memories = [np.frombuffer(out, np.uint8) for out in outs]
+        item = _item(info, extents, boxes)
+        read_items(base.store, [item], memories, [label] * len(outs), _HERE)
+        return
+    remaining = iter(outs)
+    for tiles, offsets in runs:
+        read_chunks(base.store, tiles, offsets, [*islice(remaining, len(offsets))], label)
 
 
-def _item(base: BaseCheckpoint, info: TensorInfo, boxes: Sequence[Box]) -> ReadItem:
+def _chunk_runs(
+    extents: Sequence[Extent | Tiles], boxes: Iterable[Box]
+) -> list[tuple[Tiles, list[int]]] | None:
+    """The chunks that boxes are, as runs of such as follow each other in a file, by offsets; None if one is no chunk.
+
+    As a rule a base has the same tiles, which need no plan.
+    """
+    runs: list[tuple[Tiles, list[int]]] = []
+    for box in boxes:
+        for tiles in extents:
+            if isinstance(tiles, Tiles) and (offset := tiles.offset_of(box)) is not None:
+                break
+        else:
+            return None
+        if runs and runs[-1][0] is tiles and runs[-1][1][-1] + tiles.pitch == offset:
+            runs[-1][1].append(offset)
+        else:
+            runs.append((tiles, [offset]))
+    return runs
+
+
+def _item(info: TensorInfo, extents: Iterable[Extent | Tiles], boxes: Sequence[Box]) -> ReadItem:
     pieces = [(n, Piece(box, 0, row_major(box.shape))) for n, box in enumerate(boxes)]
-    return ReadItem(info, base.extents(info.key, _hull(boxes)), pieces)
+    return ReadItem(info, extents, pieces)
 
 
 def _hull(boxes: Sequence[Box]) -> Box:

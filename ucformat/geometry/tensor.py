@@ -194,6 +194,19 @@ class Tiles:
         """Bytes from one chunk to the next, along each dim."""
         return row_major(self.grid, self.pitch) if self.steps is None else self.steps
 
+    def offset_of(self, box: Box) -> int | None:
+        """Where the chunk with just this box begins in the file; None if there is none, or it is padded."""
+        if box.shape != self.chunk:
+            return None
+        offset = self.offset
+        dims = zip(box.start, self.box.start, self.chunk, self.grid, self.strides, strict=True)
+        for at, start, size, count, step in dims:
+            number, rest = divmod(at - start, size)
+            if rest or not 0 <= number < count:
+                return None
+            offset += number * step
+        return offset
+
     def extents(self, within: Box | None = None) -> Iterator[Extent]:
         """An extent for each chunk, or only for those that intersect a box."""
         strides, steps = row_major(self.chunk, self.itemsize), self.strides

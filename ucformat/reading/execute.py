@@ -17,7 +17,7 @@ from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound
 from ucformat.geometry.box import Box, is_non_overlapping, offset_of, reach, row_major
 from ucformat.geometry.fingerprint import fingerprint_of, text_of, total
 from ucformat.geometry.flat_buffer import flat_boxes
-from ucformat.geometry.tensor import Piece
+from ucformat.geometry.tensor import Block, Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.storage.base import read_ranges, stored_key
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.geometry.fingerprint import Sums
-    from ucformat.geometry.tensor import Block, Extent, TensorInfo, Tiles
+    from ucformat.geometry.tensor import Extent, TensorInfo, Tiles
     from ucformat.reading.plan import Copy, Plan, Request, Verify
     from ucformat.reading.readable import Readable
     from ucformat.storage.base import Checksums, Costs, Store
@@ -103,6 +103,26 @@ def read_items(
     plan = make_plan(items, options.verify, options.costs or store.costs)
     read_planned(plan, store, lambda: memories, labels, options.threads, options.progress)
     return plan
+
+
+def read_chunks(
+    store: Store, tiles: Tiles, offsets: Sequence[int], outs: Sequence[memoryview], label: str
+) -> None:
+    """Read chunks that follow each other in a file, in this thread, each into contiguous memory, and verify them.
+
+    Args:
+        offsets: where they begin.
+    """
+    block = Block(offsets[0], tiles.pitch - 4, placed=tiles.placed)
+
+    def read() -> None:
+        fill_next = partial(store.read_into, tiles.file, offsets[0])
+        try:
+            _fill_blocks(tiles.file, block, offsets, outs, fill_next, label)
+        except NotFound as error:
+            raise MissingData(f"{label}: {error.message}") from error
+
+    read_consistently(read)
 
 
 def read_flat(
@@ -399,13 +419,8 @@ def _copy_out(
     """Verify the bytes of a request and copy them to their destinations."""
     for copy in r.copies:
         if (block := copy.block) is not None:
-            _check(
-                r.file,
-                copy,
-                block,
-                (_checksums(r, block, k * copy.src_step, view) for k in range(copy.count)),
-                labels,
-            )
+            checks = (_checksums(r, block, k * copy.src_step, view) for k in range(copy.count))
+            _check(r.file, block, checks, labels[copy.buffer])
         _copy(copy, view, memories[copy.buffer])
 
 
@@ -499,21 +514,33 @@ def _fill_in_place(
         fill_next(direct, None)
         return True
     starts = [block.offset + k * copy.src_step for k in range(copy.count)]
-    crcs = [_start(r.file, block, at) for at in starts]
+    _fill_blocks(r.file, block, starts, direct, fill_next, labels[copy.buffer])
+    return True
+
+
+def _fill_blocks(
+    file: str,
+    block: Block,
+    starts: Sequence[int],
+    buffers: Sequence[memoryview],
+    fill_next: Fill,
+    label: str,
+) -> None:
+    """Fill a buffer with each of the blocks like `block` that begin at `starts`, and verify them."""
+    crcs = [_start(file, block, at) for at in starts]
     if block.crc32c is not None:
-        fill_next(direct, crcs)
-        _check(r.file, copy, block, zip(starts, crcs, repeat(block.crc32c)), labels)
-        return True
-    stored = [bytearray(4) for _ in direct]
+        fill_next(buffers, crcs)
+        _check(file, block, zip(starts, crcs, repeat(block.crc32c)), label)
+        return
+    stored = [bytearray(4) for _ in buffers]
     chunks_and_checksums = [
-        b for chunk, four in zip(direct, stored, strict=True) for b in (chunk, memoryview(four))
+        b for chunk, four in zip(buffers, stored, strict=True) for b in (chunk, memoryview(four))
     ]
     # the checksum of a stored checksum is not used
     crcs = [c for crc in crcs for c in (crc, 0)]
     fill_next(chunks_and_checksums, crcs)
     expected = (int.from_bytes(s, "little") for s in stored)
-    _check(r.file, copy, block, zip(starts, crcs[::2], expected, strict=True), labels)
-    return True
+    _check(file, block, zip(starts, crcs[::2], expected, strict=True), label)
 
 
 def _fill_from(data: memoryview, buffers: Sequence[memoryview], crcs: Checksums | None) -> None:
@@ -522,16 +549,15 @@ def _fill_from(data: memoryview, buffers: Sequence[memoryview], crcs: Checksums 
 
 def _check(
     file: str,
-    copy: Copy,
     block: Block,
     checks: Iterable[tuple[int, int, int]],
-    labels: Sequence[str],
+    label: str,
 ) -> None:
     """Compare checksums: of each chunk its offset, the checksum of its bytes, and the one that is stored."""
     for offset, crc, expected in checks:
         if crc != expected:
             raise ChecksumError(
-                f"{labels[copy.buffer]}: the chunk at bytes {offset}:{offset + block.nbytes} of "
+                f"{label}: the chunk at bytes {offset}:{offset + block.nbytes} of "
                 f"{stored_key(file)} is damaged "
                 f"(its crc32c is not {expected:#010x})",
                 hint="restore the file from another copy; `ucp verify` names every damaged chunk",
