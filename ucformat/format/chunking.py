@@ -272,8 +272,9 @@ class Tiling:
         """Each tile of a box, in the order of the file."""
         if not box.size:
             return
-        for at in product(*(list(_runs(*dim, most=1)) for dim in self.dims(box, box))):
-            yield Box(tuple(r.start for r in at), tuple(r.edge for r in at))
+        dims = [list(_runs(*dim, most=1)) for dim in self.dims(box, box)]
+        starts = product(*([run.start for run in runs] for runs in dims))
+        yield from map(Box, starts, product(*([run.edge for run in runs] for runs in dims)))
 
     def placed(self, box: Box, offset: int) -> Iterator[tuple[int, Box]]:
         """Each tile of a box, in the order of the file, and the byte at which it begins.

@@ -8,6 +8,7 @@ decodes one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from ucformat.storage.wrappers import SyntheticStore, layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import Self
 
     from numpy.typing import NDArray
 
@@ -150,18 +152,19 @@ class EncodedStore(SyntheticStore):
         image = self.image(file)
         nbytes = sum(b.nbytes for b in buffers)
         check_range(f"the plain image of {self.url}/{file}", offset, nbytes, image.size)
+        tiles = _TileRange.of(image, offset, offset + nbytes)
         scratch = self._scratch.pop() if self._scratch else np.empty(0, np.uint8)
         if scratch.size < nbytes and not all(b.c_contiguous for b in buffers):
             scratch = np.empty(nbytes, np.uint8)
-        placed = list(_placed(image, offset, buffers, scratch.data))
+        placed = list(_placed(image, tiles, offset, buffers, scratch.data))
         whole = (
             {}
             if self._keeps_all
-            else {n: out for at, target in placed for n, out in _whole_tiles(image, at, target)}
+            else {n: out for at, target in placed for n, out in tiles.whole(at, target)}
         )
         checksums, plain = self._decode(file, image, whole)
         for k, ((at, target), buffer) in enumerate(zip(placed, buffers, strict=True)):
-            self._fill_rest(file, image, checksums, at, target)
+            self._fill_rest(file, image, tiles, checksums, at, target)
             if target.c_contiguous and not buffer.c_contiguous:
                 fill([buffer], target)
             if crcs is None:
@@ -223,19 +226,19 @@ class EncodedStore(SyntheticStore):
         self,
         file: str,
         image: Image,
+        tiles: _TileRange,
         checksums: Mapping[int, memoryview],
         start: int,
         target: memoryview,
     ) -> None:
         """Fill a range of the plain file except for the tiles that were decoded, of which it gets the checksums."""
         end, stop = start, start + target.nbytes
-        for n in image.meeting(start, stop):
-            begin, size = int(image.starts[n]), int(image.sizes[n])
+        for n, begin, size in tiles.meeting(start, stop):
             if begin > end:
                 target[end - start : begin - start] = bytes(begin - end)
             end = begin + size + CHECKSUM_BYTES
             if n in checksums:
-                begin, data = begin + size, checksums[n]
+                begin, data = begin + size, checksums[n]  # noqa: PLW2901 - what is left of it
             else:
                 name = f"{self._name} {file} {n}"
                 data = self._tiles.get(name, lambda _, n=n: self._tile(file, image, n))  # type: ignore[misc]
@@ -268,8 +271,44 @@ def has_image(store: Store, key: str) -> bool:
     return True
 
 
+@dataclass(frozen=True, eq=False)
+class _TileRange:
+    """Tiles of an image that follow each other, as numbers of Python, which are faster one by one."""
+
+    first: int
+    starts: list[int]
+    sizes: list[int]
+    ends: list[int]  # of their checksums
+
+    @classmethod
+    def of(cls, image: Image, start: int, stop: int) -> Self:
+        """The tiles that have bytes, or a checksum, in a range of the plain file."""
+        tiles = image.meeting(start, stop)
+        starts, sizes = (a[tiles.start : tiles.stop] for a in (image.starts, image.sizes))
+        ends = starts + sizes + CHECKSUM_BYTES
+        return cls(tiles.start, starts.tolist(), sizes.tolist(), ends.tolist())
+
+    def meeting(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Those of them that meet another range: the number, the first byte, and the bytes of each."""
+        for k in range(bisect_right(self.ends, start), bisect_left(self.starts, stop)):
+            yield self.first + k, self.starts[k], self.sizes[k]
+
+    def whole(self, start: int, target: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Those of which a range of the plain file has all bytes, each with its place in memory."""
+        stop = start + target.nbytes
+        for n, begin, size in self.meeting(start, stop):
+            if not target.c_contiguous:  # of one tile
+                yield n, target
+            elif begin >= start and begin + size <= stop:
+                yield n, target[begin - start : begin - start + size]
+
+
 def _placed(
-    image: Image, offset: int, buffers: Iterable[memoryview], scratch: memoryview
+    image: Image,
+    tiles: _TileRange,
+    offset: int,
+    buffers: Iterable[memoryview],
+    scratch: memoryview,
 ) -> Iterator[tuple[int, memoryview]]:
     """Where each buffer begins in the file, and memory for its bytes.
 
@@ -283,27 +322,12 @@ def _placed(
         elif buffer.c_contiguous:
             yield offset, buffer.cast("B")
         else:
-            tiles = image.meeting(offset, stop)
-            n = tiles.start
-            is_tile = len(tiles) == 1 and (image.starts[n], image.sizes[n]) == (
-                offset,
-                stop - offset,
-            )
-            own = is_tile and image.is_plain(n)
+            own = [
+                image.is_plain(n) and (start, size) == (offset, buffer.nbytes)
+                for n, start, size in tiles.meeting(offset, stop)
+            ] == [True]
             yield offset, buffer if own else scratch[offset - begin : stop - begin]
         offset = stop
-
-
-def _whole_tiles(image: Image, start: int, target: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The tiles of which a range of the plain file has all bytes, each with its place in memory."""
-    if not target.c_contiguous:  # of one tile
-        yield image.meeting(start, start + target.nbytes).start, target
-        return
-    for n in image.meeting(start, start + target.nbytes):
-        begin = int(image.starts[n]) - start
-        end = begin + int(image.sizes[n])
-        if begin >= 0 and end <= target.nbytes:
-            yield n, target[begin:end]
 
 
 def adjacent(image: Image, tiles: Iterable[int], most: int) -> Iterator[list[int]]:

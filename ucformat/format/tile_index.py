@@ -291,11 +291,12 @@ class TileIndex(Image):
     def _patches(self, tiles: Iterable[int]) -> dict[tuple[int, Key], list[tuple[Box, int]]]:
         """Those of some tiles that are patches, with their boxes, by base and tensor."""
         out: dict[tuple[int, Key], list[tuple[Box, int]]] = {}
-        for n in tiles:
-            entry = self.entries[n]
-            if int(entry["encoding"]) in PATCHES:
-                key, box = self._tiles.locate(self.file, int(entry["start"]))
-                out.setdefault((int(entry["base"]), key), []).append((box, n))
+        numbers = np.fromiter(tiles, np.int64)
+        columns = [self.entries[name][numbers].tolist() for name in ("start", "encoding", "base")]
+        for n, start, encoding, base in zip(numbers.tolist(), *columns, strict=True):
+            if encoding in PATCHES:
+                key, box = self._tiles.locate(self.file, start)
+                out.setdefault((base, key), []).append((box, n))
         return out
 
     def other_tile(self, tiles: Iterable[tuple[int, int]]) -> str | None:

@@ -106,8 +106,8 @@ def thread_memory(use: str, nbytes: int) -> NDArray[np.uint8]:
     """Memory of this thread, the same for a use unless it has to grow: fresh pages cost more."""
     import numpy as np  # here, because most commands read no tensors
 
-    memory: NDArray[np.uint8] = getattr(_own, use, np.empty(0, np.uint8))
-    if memory.size < nbytes:
+    memory: NDArray[np.uint8] | None = getattr(_own, use, None)
+    if memory is None or memory.size < nbytes:
         memory = np.empty(nbytes, np.uint8)
         setattr(_own, use, memory)
     return memory[:nbytes]
