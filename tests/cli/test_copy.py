@@ -151,3 +151,8 @@ def test_to_an_object_store_and_back_in_processes_of_their_own(
     assert (tmp_path / "back" / "manifest.json").read_bytes() == (
         committed / "manifest.json"
     ).read_bytes()
+
+
+def test_a_copy_is_based_on_no_other_checkpoint(run: Run, tmp_path: Path) -> None:
+    refused = run("copy", tmp_path / "a", tmp_path / "b", "--base", tmp_path / "c", code=2).stderr
+    assert "`ucp convert SRC DST --base REF` writes a checkpoint with an id of its own" in refused

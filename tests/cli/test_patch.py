@@ -58,3 +58,44 @@ def test_a_chain_and_back(run: Run, run7: Path) -> None:
     assert ucformat.open(run7 / "p2")["up"].read().tobytes() == before.tobytes()
     refused = run("compact", "0", "x", code=2).stderr
     assert "`ucp copy SRC DST` copies it as it is" in refused
+
+
+def test_dry_runs(run: Run, run7: Path) -> None:
+    """Each says what would be written, as far as that is known, and writes nothing."""
+    run("patch", "0", "1", "p1")
+    run("patch", "p1", "2", "p2")
+    up, frozen = 36000, 200
+    encode = ("--encode", "exp_avg=int8-blockwise")
+    both = {("frozen", "weight"): np.ones(50, "f4"), ("up", "exp_avg"): np.ones(9000, "f4")}
+    write_packed(LocalStore(run7 / "moments"), both)
+    words = {
+        "patch": (["patch", "0", "1", "x"], (up, frozen, True)),
+        "unrecorded": (["patch", "0", "../packed/1", "x"], (up + frozen, 0, True)),
+        "base": (["convert", "1", "x", "--base", "0"], (up, frozen, False)),
+        "codec": (["convert", "1", "x", "--codec", "blosc"], (up + frozen, 0, True)),
+        "encode": (["convert", "moments", "x", *encode], (up + frozen, 0, True)),
+        "compact": (["compact", "p2"], (up + frozen, 0, True)),
+        "plain": (["compact", "p2", "x", "--codec", "none"], (up + frozen, 0, False)),
+        "fold": (["compact", "p2", "--fold"], (up, frozen, True)),
+        "whole": (["compact", "0"], (0, 0, False)),
+        "folded": (["compact", "p1", "--fold"], (0, 0, False)),
+        "average": (["average", "0", "1", "x", "--base", "0"], (up + frozen, 0, False)),
+    }
+    before = {path: path.stat().st_mtime_ns for path in run7.parent.rglob("*")}
+    for name, (command, (written, referenced, encoded)) in words.items():
+        found = object_of(run(*command, "--dry-run", "--json").stdout)
+        footers = 200  # of arrays
+        assert written <= found["bytes_written"] <= written + footers, name
+        assert (found["bytes_referenced"], found["encoded"]) == (referenced, encoded), name
+        assert found["unread"] == {"unrecorded": 2, "average": 1}.get(name, 0), name
+        assert (found["tasks"] == 0) == (not written), name
+        assert {path: path.stat().st_mtime_ns for path in run7.parent.rglob("*")} == before, name
+    shown = run("patch", "0", "1", "x", "--dry-run").stdout
+    assert "35.2 KiB before encoding" in shown
+    assert "1 tensor, 200 B, not written" in shown
+    shown = run("average", "0", "1", "x", "--base", "0", "--dry-run").stdout
+    assert "1 tensor, counted as written: whether they equal the base's shows when read" in shown
+    refused = run("patch", "0", "moments", "x", "-s", "exp_avg", "--dry-run", code=2).stderr
+    assert "so nothing would be a patch" in refused
+    refused = run("convert", "1", "x", "--encode", "*=int8-blockwise", "--dry-run", code=2).stderr
+    assert "weight" in refused

@@ -167,7 +167,7 @@ def test_a_file_of_profiles_that_is_damaged_is_ignored(
 
 def test_what_is_no_job(tmp_path: Path) -> None:
     source = source_of(tmp_path / "src", 11)
-    with pytest.raises(UsageError, match="no job"):
+    with pytest.raises(UsageError, match="job='delete'"):
         ucformat.estimate("delete", source)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="destination"):
         ucformat.estimate("convert", source)

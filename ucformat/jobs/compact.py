@@ -59,31 +59,44 @@ def compact(
     check_keywords("compact", arguments, JobArguments)
     check_choice("codec", codec, (None, "blosc", "none"))
     source = src if isinstance(src, Checkpoint) else open_reference(src)
+    if fold and codec is not None:
+        raise UsageError(
+            "what a patch stores has always a codec", hint="leave out one of fold and codec"
+        )
+    if is_compact(source, dst, fold=fold):
+        settle(own_store(source))
+        return source
+    job_arguments: dict[str, Any] = dict(arguments)
+    if fold:
+        overwrite = job_arguments.pop("overwrite", False)
+        where = Where.parse(job_arguments.pop("on", "threads"))
+        return _fold(source, dst, WriteOptions(where=where, **job_arguments), overwrite=overwrite)
+    codec = arrays_codec(source, codec)
+    return materialize(source, dst, codec=None if codec == "none" else codec, **job_arguments)
+
+
+def is_compact(source: Checkpoint, dst: str | PathLike[str] | Store | None, *, fold: bool) -> bool:
+    """Whether nothing is to be done; errors and arguments are as of `compact`."""
     if source.universal is None or source.viewed:
         raise UnsupportedError(
             f"{source.url} is {f'a checkpoint of {source.kind}' if source.foreign else 'a view'}, which has no bases",
             hint="`ucp convert SRC DST` writes it as a universal checkpoint",
         )
-    if dst is not None and is_whole(source):
-        raise UsageError(
-            f"{source.url} depends on no other checkpoint, so nothing is to be made whole",
-            hint="`ucp copy SRC DST` copies it as it is",
-        )
-    job_arguments: dict[str, Any] = dict(arguments)
-    if fold:
-        if codec is not None:
+    if dst is not None:
+        if is_whole(source):
             raise UsageError(
-                "what a patch stores has always a codec", hint="leave out one of fold and codec"
+                f"{source.url} depends on no other checkpoint, so nothing is to be made whole",
+                hint="`ucp copy SRC DST` copies it as it is",
             )
-        overwrite = job_arguments.pop("overwrite", False)
-        where = Where.parse(job_arguments.pop("on", "threads"))
-        return _fold(source, dst, WriteOptions(where=where, **job_arguments), overwrite=overwrite)
-    if is_whole(source):
-        settle(own_store(source))
-        return source
-    if codec is None and source.manifest.tensors.is_encoded:
-        codec = "blosc"
-    return materialize(source, dst, codec=None if codec == "none" else codec, **job_arguments)
+        return False
+    return _is_folded(source.universal.bases) if fold else is_whole(source)
+
+
+def arrays_codec(
+    source: Checkpoint, codec: Literal["blosc", "none"] | None
+) -> Literal["blosc", "none"] | None:
+    """The codec of the arrays of a checkpoint that is made whole, if none is chosen."""
+    return "blosc" if codec is None and source.manifest.tensors.is_encoded else codec
 
 
 def is_whole(ck: Checkpoint) -> bool:
@@ -100,20 +113,8 @@ def _fold(
     overwrite: bool,
 ) -> Checkpoint:
     """Write a checkpoint as one patch of the whole one from which its chain begins."""
-    assert source.universal is not None  # noqa: S101 - it was checked
-    bases = source.universal.bases
-    if dst is None and _is_folded(bases):
-        settle(own_store(source))
-        return source
-    anchors = _anchors(bases)
-    if len(anchors) != 1:
-        raise UsageError(
-            f"{source.url} depends on {len(anchors)} whole checkpoints: {', '.join(sorted(anchors.values()))}",
-            hint="`ucp patch BASE SRC DST` writes a patch of one of them; `ucp compact` without --fold makes it whole",
-        )
-    (anchor,) = anchors.values()
     home = source.url if dst is None else as_store(dst).url
-    patch = Patch.of(source, list(source.tensors.values()), anchor, home, options)
+    patch = Patch.of(source, list(source.tensors.values()), find_anchor(source), home, options)
     form = Form(
         "compact",
         patch.document,
@@ -123,6 +124,22 @@ def _fold(
         patch.references.urls,
     )
     return rewrite(source, dst, form, options.where, overwrite=overwrite)
+
+
+def find_anchor(source: Checkpoint) -> str:
+    """The place of the whole checkpoint from which a chain of patches begins.
+
+    Raises:
+        UsageError: it begins from several.
+    """
+    assert source.universal is not None  # noqa: S101 - it was checked
+    anchors = _anchors(source.universal.bases)
+    if len(anchors) != 1:
+        raise UsageError(
+            f"{source.url} depends on {len(anchors)} whole checkpoints: {', '.join(sorted(anchors.values()))}",
+            hint="`ucp patch BASE SRC DST` writes a patch of one of them; `ucp compact` without --fold makes it whole",
+        )
+    return next(iter(anchors.values()))
 
 
 def _is_folded(bases: Bases) -> bool:

@@ -176,7 +176,7 @@ def convert(
     infos = chosen(source, None if states is None else as_strings(states))
     _check_virtual(options, virtual=virtual, checksums=checksums, unprotected=unprotected)
     _check_weights(source, infos, weights, virtual=virtual)
-    encoded = _encoded(source, infos, options, weights)
+    encoded = lossy_tensors(source, infos, options, weights)
     references = NO_REFERENCES
     if base is not None:
         if virtual:
@@ -184,9 +184,7 @@ def convert(
                 "a virtual checkpoint has no tensors of its own that a base could have",
                 hint="leave out one of the two",
             )
-        loadable = {i.key for i in weights_of(infos)} if weights else set()
-        candidates = [i for i in infos if i.key not in loadable]
-        references = find_references(source, candidates, base, store.url)
+        references = find_references(source, based_tensors(infos, weights), base, store.url)
         infos = [i for i in infos if i.key not in references.keys]
     plan = (
         plan_document(source, infos, options)
@@ -305,7 +303,13 @@ def _write_virtual(
     return manifest.with_sidecar(sidecar, requires).model_copy(update=own)
 
 
-def _encoded(
+def based_tensors(infos: Sequence[TensorInfo], weights: str | None) -> list[TensorInfo]:
+    """The tensors that may be those of a base: all but weights that other tools load."""
+    loadable = {i.key for i in weights_of(infos)} if weights else set()
+    return [i for i in infos if i.key not in loadable]
+
+
+def lossy_tensors(
     source: Checkpoint,
     infos: Sequence[TensorInfo],
     options: WriteOptions,

@@ -14,12 +14,17 @@ from ucformat.errors import UnsupportedError, UsageError, check_choice
 from ucformat.exporters.base import Span
 from ucformat.format.shard import BAND_BYTES
 from ucformat.geometry.box import row_major
-from ucformat.geometry.tensor import Piece
+from ucformat.geometry.tensor import Key, Piece
+from ucformat.jobs.compact import arrays_codec, find_anchor, is_compact
+from ucformat.jobs.convert import based_tensors, chosen, lossy_tensors
 from ucformat.jobs.copy import CopyJob
+from ucformat.jobs.increments import Comparison, open_base
 from ucformat.jobs.opening import by_outermost, left_inside, tree_of, try_open, unchanged
+from ucformat.jobs.patch import nothing_alike
+from ucformat.jobs.patch_files import TilesJob, TilesPlan
 from ucformat.jobs.profiles import profile_of
 from ucformat.jobs.run import workers_for
-from ucformat.jobs.shards import ShardJob, WriteOptions
+from ucformat.jobs.shards import NO_ATTEMPT, ShardJob, WriteOptions
 from ucformat.jobs.verify import VerifyJob
 from ucformat.jobs.weight_files import plan_files
 from ucformat.reading.plan import ReadItem, make_plan
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.catalog.catalog import Catalog
+    from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.export_files import ExportJob
     from ucformat.jobs.inputs import InputBox
     from ucformat.jobs.listing import ListedTree
@@ -211,7 +217,6 @@ def _counted(stores: Iterable[_CountingStore]) -> _Total:
 __all__ = ["Cost", "estimate", "estimate_export", "estimate_shards", "seconds_at"]
 
 _READ = 4 << 20  # bytes that copy and verify read at once
-NO_ATTEMPT = "0" * 20  # in the place of the name of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +233,11 @@ class Cost:
             not measured the places in `unmeasured`.
         unmeasured: the places whose speed is unknown.
         sampled: how many tasks were run to estimate all of this (None: none; it was computed).
+        encoded: whether a codec or patches make fewer bytes of `bytes_written`, which are those of the elements.
+        referenced: the tensors that equal those of the base by recorded fingerprints, and are not written.
+        bytes_referenced: their bytes.
+        unread: the tensors that must be read to tell whether they equal those of the base; they are counted as
+            written.
     """
 
     tasks: int
@@ -238,10 +248,23 @@ class Cost:
     seconds: float | None
     unmeasured: tuple[str, ...]
     sampled: int | None = None
+    encoded: bool = False
+    referenced: int = 0
+    bytes_referenced: int = 0
+    unread: int = 0
+
+    def on_base(self, comparison: Comparison) -> Cost:
+        """The cost where tensors are compared with those of a base."""
+        return replace(
+            self,
+            referenced=len(comparison.equal),
+            bytes_referenced=sum(doc.nbytes for doc in comparison.equal),
+            unread=len(comparison.unread),
+        )
 
 
 def estimate(
-    job: Literal["convert", "copy", "materialize", "verify"],
+    job: Literal["convert", "copy", "materialize", "patch", "compact", "verify"],
     src: str | PathLike[str] | Checkpoint,
     dst: str | PathLike[str] | None = None,
     states: str | Iterable[str] | None = None,
@@ -250,6 +273,10 @@ def estimate(
     workers: int | None = None,
     *,
     weights: Literal["safetensors"] | None = None,
+    base: str | PathLike[str] | Checkpoint | None = None,
+    codec: Literal["blosc", "none"] | None = None,
+    encode: Mapping[str, str] | None = None,
+    fold: bool = False,
     verify: bool = True,
 ) -> Cost:
     """Estimate what a job costs; reads metadata alone, and writes nothing.
@@ -257,25 +284,26 @@ def estimate(
     Args:
         job: its name.
         src: a checkpoint, or its path, url or reference.
-        dst: the destination, for `convert` and `copy`; for `materialize` the source's place by
+        dst: the destination, for `convert`, `copy` and `patch`; for `materialize` and `compact` the source's place by
             default.
-        states: as for `convert`.
+        states: as for `convert` and `patch`.
         chunk_bytes: as for `convert`.
         shard_bytes: as for `convert`.
         workers: as for `convert`.
         weights: as for `convert`.
+        base: as for `convert` and `patch`.
+        codec: as for `convert` and `compact`.
+        encode: as for `convert`.
+        fold: as for `compact`.
         verify: as for `convert`.
 
     Raises:
-        UsageError: there is no such job, or `convert` or `copy` has no destination.
-        UnsupportedError: `copy` of a checkpoint that is not universal.
+        UsageError: there is no such job, or it has no destination, or no base; or as the job itself.
+        UnsupportedError: `copy` of a checkpoint that is not universal; or as the job itself.
     """
     ck = src if isinstance(src, Checkpoint) else open_reference(src)
-    if job not in ("convert", "copy", "materialize", "verify"):
-        raise UsageError(
-            f"there is no job {job!r}", hint="there are: convert, copy, materialize, verify"
-        )
-    if dst is None and job in ("convert", "copy"):
+    check_choice("job", job, ("convert", "copy", "materialize", "patch", "compact", "verify"))
+    if dst is None and job in ("convert", "copy", "patch"):
         raise UsageError(f"{job} needs a destination")
     if job == "verify":
         checks = VerifyJob(ck)
@@ -297,26 +325,89 @@ def estimate(
             sizes,
             workers,
         )
-    chosen = None if states is None else as_strings(states)
-    infos = [i for i in ck.tensors.values() if chosen is None or i.state in chosen]
+    if job == "compact":
+        if is_compact(ck, store if dst is not None else None, fold=fold):
+            return _cost((), store, (), workers)
+        codec = arrays_codec(ck, codec)
+        base = find_anchor(ck) if fold else None
+    compressed = None if codec == "none" else codec
+    options = WriteOptions(
+        *(chunk_bytes, shard_bytes, workers), verify=verify, codec=compressed, encode=encode or {}
+    )
+    infos = chosen(ck, None if states is None else as_strings(states))
+    if job == "patch" or fold:
+        if base is None:
+            raise UsageError("patch needs a base", hint="give a universal checkpoint: base=")
+        return _of_patch(ck, infos, base, store, options)
+    return _of_arrays(ck, infos, base, store, options, weights if job == "convert" else None)
+
+
+def _of_arrays(
+    ck: Checkpoint,
+    infos: list[TensorInfo],
+    base: str | PathLike[str] | Checkpoint | None,
+    store: Store,
+    options: WriteOptions,
+    weights: Literal["safetensors"] | None,
+) -> Cost:
+    """What a conversion costs."""
     check_choice("weights", weights, (None, "safetensors"))
-    planned = plan_files(ck, infos, NO_ATTEMPT, weights) if job == "convert" else None
-    if planned is not None:
-        infos = [i for i in infos if i.key not in planned.tensors]
-    with ShardJob(
-        ck, store, NO_ATTEMPT, infos, WriteOptions(chunk_bytes, shard_bytes, verify=verify)
-    ) as shards:
+    lossy = lossy_tensors(ck, infos, options, weights)
+    comparison = Comparison()
+    if base is not None:
+        comparison = open_base(base, store.url).compare(
+            based_tensors(infos, weights), ck.metadata.fingerprints
+        )
+        equal = {Key(doc.name, doc.state) for doc in comparison.equal}
+        infos = [i for i in infos if i.key not in equal]
+    planned = plan_files(ck, infos, NO_ATTEMPT, weights)
+    in_files = lossy | (set() if planned is None else {*planned.tensors})
+    arrays = [i for i in infos if i.key not in in_files]
+    with ShardJob(ck, store, NO_ATTEMPT, arrays, options) as shards:
         reads, sizes = _of_shards(shards)
-    for file in () if planned is None else planned.files:
-        reads.append((ck.store, math.ceil(file.nbytes / BAND_BYTES), file.nbytes))
-        sizes.append(file.nbytes)
-    return _cost(reads, store, sizes, workers)
+    if lossy:
+        tiles = TilesPlan(infos, {}, {}, [i.key for i in arrays])
+        with TilesJob(ck, None, store, NO_ATTEMPT, tiles, options) as job:
+            more = _of_tiles(job)
+            reads, sizes = reads + more[0], sizes + more[1]
+    elif planned is not None:
+        for file in planned.files:
+            reads.append((ck.store, math.ceil(file.nbytes / BAND_BYTES), file.nbytes))
+            sizes.append(file.nbytes)
+    cost = _cost(reads, store, sizes, options.workers).on_base(comparison)
+    return replace(cost, encoded=bool(options.codec or lossy))
+
+
+def _of_patch(
+    ck: Checkpoint,
+    infos: list[TensorInfo],
+    base: str | PathLike[str] | Checkpoint,
+    store: Store,
+    options: WriteOptions,
+) -> Cost:
+    """What a patch costs; tensors of which no fingerprint is recorded are read once more, to compare them."""
+    opened = base if isinstance(base, Checkpoint) else open_reference(base)
+    based = open_base(opened, store.url)
+    comparison = based.compare(infos, ck.metadata.fingerprints)
+    referenced, different = (
+        {Key(doc.name, doc.state): doc for doc in docs}
+        for docs in (comparison.equal, comparison.different)
+    )
+    unread = {i.key: doc for i in comparison.unread if (doc := based.alike(i)) is not None}
+    if not (referenced or different or unread):
+        raise nothing_alike(ck, opened)
+    plan = TilesPlan(infos, referenced, different | unread)
+    with TilesJob(ck, opened, store, NO_ATTEMPT, plan, options) as job:
+        reads, sizes = _of_tiles(job)
+    cost = _cost(reads, store, sizes, options.workers).on_base(comparison)
+    return replace(cost, encoded=True)
 
 
 def estimate_shards(job: ShardJob) -> Cost:
     """Estimate what a job costs that writes shards; reads metadata alone, and writes nothing."""
     reads, sizes = _of_shards(job)
-    return _cost(reads, job.store, sizes, job.options.workers)
+    cost = _cost(reads, job.store, sizes, job.options.workers)
+    return replace(cost, encoded=job.options.codec is not None)
 
 
 def estimate_export(job: ExportJob, workers: int | None = None) -> Cost:
@@ -346,6 +437,15 @@ def _of_shards(job: ShardJob) -> tuple[list[_Reads], list[int]]:
         reads += ((place, calls * times, nbytes * times) for place, calls, nbytes in once)
         sizes.append(array.grid.file_nbytes(shard))
     return reads, sizes
+
+
+def _of_tiles(job: TilesJob) -> tuple[list[_Reads], list[int]]:
+    """What the files of tiles read, and the bytes of their elements."""
+    reads: list[_Reads] = []
+    for placed in (placed for boxes in job.files for placed in boxes):
+        inputs = job.inputs[: 1 + (placed.info.key in job.plan.bases)]
+        reads += _planned([input_.within(placed.info, placed.box) for input_ in inputs])
+    return reads, [job.nbytes(task) for task in range(job.count)]
 
 
 def _planned(boxes: Iterable[InputBox]) -> Iterator[_Reads]:

@@ -22,13 +22,28 @@ from ucformat.schema.tensors import TensorDoc
 from ucformat.settings import allow_root
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from os import PathLike
 
     from ucformat.format.bases import Bases
     from ucformat.format.commit import Attempt
     from ucformat.format.universal import Universal
     from ucformat.schema.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Tensors of which a base has one of the same name, state, dtype and shape.
+
+    Attributes:
+        equal: the base's tensors that are the same by their fingerprints.
+        different: the base's tensors that have another fingerprint.
+        unread: the tensors whose fingerprints are not known.
+    """
+
+    equal: Sequence[TensorDoc] = ()
+    different: Sequence[TensorDoc] = ()
+    unread: Sequence[TensorInfo] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +114,21 @@ class Base:
                 hint="`ucp compact --fold` makes one patch of it; a training saves without base now and then, "
                 "as Manager does with increments",
             )
+
+    def compare(
+        self, infos: Iterable[TensorInfo], fingerprints: Mapping[Key, str | None]
+    ) -> Comparison:
+        """Compare tensors with those of the base, by the fingerprints that are known of them."""
+        equal, different, unread = list[TensorDoc](), list[TensorDoc](), list[TensorInfo]()
+        for info in infos:
+            doc, fingerprint = self.alike(info), fingerprints.get(info.key)
+            if doc is None:
+                continue
+            if fingerprint is None:
+                unread.append(info)
+            else:
+                (equal if fingerprint == doc.fingerprint else different).append(doc)
+        return Comparison(equal, different, unread)
 
     def match(self, info: TensorInfo, fingerprint: str | None) -> TensorDoc | None:
         """The base's tensor that equals one with this fingerprint; None if there is none."""
@@ -248,20 +278,19 @@ def find_references(
     Args:
         patch: whether the others are written as patches of those of the base.
     """
-    opened = Base(base if isinstance(base, Checkpoint) else open_reference(base), home)
-    opened.check_depth()
-    recorded = source.metadata.fingerprints
-    alike = {i.key: doc for i in infos if (doc := opened.alike(i)) is not None}
-    lacking = [i for i in infos if i.key in alike and recorded.get(i.key) is None]
-    computed: dict[Key, str] = {}
-    if lacking:
+    opened = open_base(base, home)
+    fingerprints = source.metadata.fingerprints
+    comparison = opened.compare(infos, fingerprints)
+    if comparison.unread:
         from ucformat.jobs.fingerprints import compute_fingerprints  # which needs SQLAlchemy
 
-        computed = compute_fingerprints(source, lacking, lambda _: None)
-    equal = {
-        key: doc
-        for key, doc in alike.items()
-        if doc.fingerprint == (recorded.get(key) or computed.get(key))
-    }
-    others = [doc for key, doc in alike.items() if key not in equal]
-    return opened.referenced(equal.values(), others if patch else ())
+        computed = compute_fingerprints(source, comparison.unread, lambda _: None)
+        comparison = opened.compare(infos, {**fingerprints, **computed})
+    return opened.referenced(comparison.equal, comparison.different if patch else ())
+
+
+def open_base(base: str | PathLike[str] | Checkpoint, home: str) -> Base:
+    """Open a checkpoint on which one at `home` is about to be based."""
+    opened = Base(base if isinstance(base, Checkpoint) else open_reference(base), home)
+    opened.check_depth()
+    return opened

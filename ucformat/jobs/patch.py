@@ -114,11 +114,7 @@ class Patch:
         opened = base if isinstance(base, Checkpoint) else open_reference(base)
         references = find_references(source, infos, opened, home, patch=True)
         if not references.owners:
-            raise UsageError(
-                f"no tensor of {source.url} has the name, state, dtype and shape of one of "
-                f"{opened.url} that has a fingerprint, so nothing would be a patch",
-                hint="give another base; or `ucp convert SRC DST --codec blosc` writes it compressed",
-            )
+            raise nothing_alike(source, opened)
         return cls(source, infos, opened, references, options)
 
     @property
@@ -146,6 +142,15 @@ class Patch:
             lambda: self.job(store, attempt.id),
             replace(self.references, tensors=()),  # the job has them, in the order of the source
         )
+
+
+def nothing_alike(source: Checkpoint, base: Checkpoint) -> UsageError:
+    """The error for a source of which nothing would be a patch."""
+    return UsageError(
+        f"no tensor of {source.url} has the name, state, dtype and shape of one of "
+        f"{base.url} that has a fingerprint, so nothing would be a patch",
+        hint="give another base; or `ucp convert SRC DST --codec blosc` writes it compressed",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.jobs.finished import FinishedDoc, SumPart, TaskDoc
 from ucformat.jobs.inputs import Input, InputsJob
 from ucformat.jobs.reopen import content_of, other_found, reopen, spec_of
-from ucformat.jobs.run import workers_for
+from ucformat.jobs.run import run, workers_for
 from ucformat.jobs.tasks import job_name
 from ucformat.jobs.where import HERE, Where
 from ucformat.schema.manifest import VerifiedDoc
@@ -114,6 +114,10 @@ def planned_of(spec: Mapping[str, Any]) -> tuple[Checkpoint, list[TensorInfo], W
     if document_digest(plan_document(source, infos, options)) != spec["plan"]:
         raise other_found(source)
     return source, infos, options
+
+
+#: In the place of the name of an attempt, of a job that writes nothing.
+NO_ATTEMPT = "0" * 20
 
 
 class ShardJob(InputsJob):
@@ -222,6 +226,25 @@ class ShardJob(InputsJob):
         """Fill memory with the elements of a piece of an array."""
         (only,) = boxes
         return only.read(piece, raw)
+
+    def fingerprints(self) -> dict[Key, str | None]:
+        """The fingerprints of the arrays: everything is read and computed, and nothing is written."""
+
+        def digests_of(task: int) -> bytes:
+            array, shard = self.shard(task)
+            boxes = self.boxes(array, array.grid.box(shard))
+
+            def fill(piece: Piece, raw: NDArray[np.uint8]) -> None:
+                self.fill(array, boxes, piece, raw)
+
+            return write_shard(cast("Store", _NullWriter()), "", array.grid, shard, fill)
+
+        for task, digests in run(digests_of, range(self.count), self.options.workers):
+            array, shard = self.shard(task)
+            self._digests[array.info.key][shard] = digests
+        return {
+            a.info.key: array_doc(a, self._digests[a.info.key]).fingerprint for a in self.arrays
+        }
 
     def _write(self, array: StoredArray, shard: tuple[int, ...], key: str) -> tuple[bytes, bool]:
         """Write a shard, unless it is there; returns its digests, and whether bytes have no checksum."""

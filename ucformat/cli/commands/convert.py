@@ -22,6 +22,7 @@ from ucformat.cli.ui.options import (
 )
 from ucformat.cli.ui.text import bytes_text, plural
 from ucformat.cli.ui.where import (
+    BASE,
     CHUNK_BYTES,
     CODEC,
     DRY_RUN,
@@ -36,6 +37,7 @@ from ucformat.cli.ui.where import (
     work_options,
     workers_option,
 )
+from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
@@ -49,6 +51,15 @@ def _pattern_and_encoding(text: str) -> tuple[str, str]:
             param_hint="--encode",
         )
     return pattern, encoding
+
+
+def _refuse_base(_ctx: click.Context, _param: click.Parameter, base: str | None) -> None:
+    if base is not None:
+        raise UsageError(
+            "a copy has the id and the manifest of SRC, so it cannot refer to another base",
+            hint="`ucp convert SRC DST --base REF` writes a checkpoint with an id of its own; "
+            "--with-bases copies the bases that SRC has",
+        )
 
 
 _SIZES = (CHUNK_BYTES, SHARD_BYTES, CODEC, OVERWRITE, workers_option("shards to write"), NO_VERIFY)
@@ -77,11 +88,7 @@ _JOB = (ON, PART, DRY_RUN, IGNORE_DEPENDENT)
         help="Store the weights as safetensors files that Hugging Face's tools load, with the configuration and the "
         "tokenizer beside them.  [default: as arrays]",
     ),
-    click.option(
-        "--base",
-        metavar="REF",
-        help="Do not write tensors that equal those of this checkpoint, but read them there.",
-    ),
+    BASE,
 )
 @facts_options("The training run to record in the catalog.  [default: SRC's, else DST's folder]")
 @OPENING
@@ -103,16 +110,16 @@ def convert(
     import ucformat
     from ucformat.views.viewed import outdated
 
-    chosen: dict[str, Any] = {"states": list(states) or None, "weights": work.weights}
+    chosen: dict[str, Any] = {
+        "states": list(states) or None,
+        "weights": work.weights,
+        "base": work.base,
+        "encode": dict(_pattern_and_encoding(text) for text in work.encode),
+    }
     if work.dry_run:
-        if work.base is not None:
-            raise click.UsageError("--dry-run does not know yet what equals the base")
-        if work.encode:
-            raise click.UsageError("--dry-run does not know yet how small --encode makes tensors")
-        sizes = work.arguments("chunk_bytes", "shard_bytes", "workers", "verify")
+        sizes = work.arguments("chunk_bytes", "shard_bytes", "workers", "verify", "codec")
         print_cost(ucformat.estimate("convert", opening.open(src), dst, **chosen, **sizes), out)
         return
-    encode = dict(_pattern_and_encoding(text) for text in work.encode)
     begun = time.perf_counter()
     ignore_dependents_of(work.ignored, [dst], out, "convert")
     with work.running("converting", out, f"nothing is committed at {dst}") as progress:
@@ -126,8 +133,6 @@ def convert(
             **chosen,
             **arguments,
             **asdict(facts),
-            base=work.base,
-            encode=encode,
             progress=progress,
         )
     seconds = time.perf_counter() - begun
@@ -172,6 +177,13 @@ def convert(
         help="Copy the checkpoints beside SRC on which it is based, too, to beside DST.",
     ),
     *_JOB,
+    click.option(
+        "--base",
+        metavar="REF",
+        expose_value=False,
+        callback=_refuse_base,
+        help="Not of a copy, which keeps the manifest: use `ucp convert SRC DST --base REF`.",
+    ),
 )
 @CATALOG
 def copy(src: str, dst: str, work: Work, out: Output) -> None:
@@ -185,7 +197,8 @@ def copy(src: str, dst: str, work: Work, out: Output) -> None:
 
     if work.dry_run:
         job: Literal["copy", "materialize"] = "materialize" if work.codec else "copy"
-        print_cost(ucformat.estimate(job, src, dst, workers=work.workers), out)
+        cost = ucformat.estimate(job, src, dst, workers=work.workers, codec=work.codec)
+        print_cost(cost, out)
         return
     begun = time.perf_counter()
     ignore_dependents_of(work.ignored, [dst], out, "copy")
@@ -231,7 +244,7 @@ def materialize(src: str, dst: str | None, work: Work, out: Output) -> None:
     import ucformat
     from ucformat.jobs.materialize import is_packed
 
-    sizes = work.arguments("chunk_bytes", "shard_bytes", "workers", "verify")
+    sizes = work.arguments("chunk_bytes", "shard_bytes", "workers", "verify", "codec")
     if work.dry_run:
         print_cost(ucformat.estimate("materialize", src, dst, **sizes), out)
         return
@@ -241,7 +254,7 @@ def materialize(src: str, dst: str | None, work: Work, out: Output) -> None:
     nothing = dst is None and source.kind == "ucformat" and not is_packed(source)
     left = f"{source.url} is intact" if dst is None else f"nothing is committed at {dst}"
     with work.running("materialising", out, left) as progress:
-        arguments = work.arguments("codec", "overwrite", "on")
+        arguments = work.arguments("overwrite", "on")
         ck = ucformat.materialize(source, dst, **sizes, **arguments, progress=progress)
     if nothing:
         out.note(f"{ck.url} is not packed: nothing to do")

@@ -19,11 +19,13 @@ from ucformat.cli.ui.options import (
 )
 from ucformat.cli.ui.text import bytes_text, plural
 from ucformat.cli.ui.where import (
+    DRY_RUN,
     NO_VERIFY,
     ON,
     OVERWRITE,
     PART,
     Work,
+    print_cost,
     work_options,
     workers_option,
 )
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.cli.ui.output import Output
 
-_JOB = (OVERWRITE, workers_option("files to write"), NO_VERIFY, ON, PART, IGNORE_DEPENDENT)
+_JOB = (OVERWRITE, workers_option("files to write"), NO_VERIFY, ON, PART, DRY_RUN, IGNORE_DEPENDENT)
 _ARGUMENTS = ("overwrite", "workers", "verify", "on")
 
 
@@ -63,12 +65,18 @@ def patch(
     """
     import ucformat
 
+    chosen = list(states) or None
+    if work.dry_run:
+        sizes = work.arguments("workers", "verify")
+        cost = ucformat.estimate("patch", opening.open(src), dst, chosen, base=base, **sizes)
+        print_cost(cost, out)
+        return
     begun = time.perf_counter()
     ignore_dependents_of(work.ignored, [dst], out, "patch")
     with work.running("patching", out, f"nothing is committed at {dst}") as progress:
         arguments = work.arguments(*_ARGUMENTS)
         source = opening.open(src)
-        ck = ucformat.patch(base, source, dst, list(states) or None, **arguments, progress=progress)
+        ck = ucformat.patch(base, source, dst, chosen, **arguments, progress=progress)
     _print_stored(ck, time.perf_counter() - begun, out)
 
 
@@ -98,6 +106,10 @@ def compact(src: str, dst: str | None, fold: bool, work: Work, out: Output) -> N
     """
     import ucformat
 
+    if work.dry_run:
+        sizes = work.arguments("workers", "verify", "codec")
+        print_cost(ucformat.estimate("compact", src, dst, fold=fold, **sizes), out)
+        return
     begun = time.perf_counter()
     source = ucformat.open(src)
     before = source.manifest.attempt

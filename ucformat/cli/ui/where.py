@@ -57,6 +57,11 @@ CODEC = click.option(
     type=click.Choice(["blosc"]),
     help="Compress the chunks, without loss.  [default: they are stored as they are]",
 )
+BASE = click.option(
+    "--base",
+    metavar="REF",
+    help="Do not write tensors that equal those of this checkpoint, but read them there.",
+)
 OVERWRITE = click.option(
     "--overwrite",
     is_flag=True,
@@ -191,7 +196,16 @@ def cost_fields(cost: Cost, width: int | None) -> Iterator[str]:
     """What is read and written, and the time that it takes, as lines."""
     yield from field("read", bytes_text(cost.bytes_read), width)
     if cost.bytes_written:
-        yield from field("written", bytes_text(cost.bytes_written), width)
+        less = " before encoding" if cost.encoded else ""
+        yield from field("written", f"{bytes_text(cost.bytes_written)}{less}", width)
+    if cost.referenced:
+        amount = f"{plural(cost.referenced, 'tensor')}, {bytes_text(cost.bytes_referenced)}"
+        yield from field("in base", f"{amount}, not written", width)
+    if cost.unread:
+        amount = f"{plural(cost.unread, 'tensor')}, counted as written"
+        yield from field(
+            "unknown", f"{amount}: whether they equal the base's shows when read", width
+        )
     yield from field("requests", f"{cost.requests:,}", width)
     if cost.seconds is not None:
         yield from field("time", f"about {_time(cost.seconds)}", width)
