@@ -24,6 +24,7 @@ from ucformat.cli.ui.options import (
     ref_argument,
 )
 from ucformat.cli.ui.where import (
+    BASE,
     CHUNK_BYTES,
     CODEC,
     DRY_RUN,
@@ -150,6 +151,7 @@ _MORE: tuple[Callable[[Any], Any], ...] = (
     metavar="DECAY",
     help="Exponential moving average in order of steps, as 0.99.",
 )
+@BASE
 @apply_options(*_MORE)
 def average(
     refs: tuple[str, ...],
@@ -168,7 +170,7 @@ def average(
     """
     from ucformat.jobs.combine.combining import plan_average
 
-    parameters = {n: given.pop(n) for n in ("by", "temperature", "ema", "weights")}
+    parameters = {n: given.pop(n) for n in ("base", "by", "temperature", "ema", "weights")}
     parameters["best"] = None if least is None else "min" if least else "max"
     _run(
         "average",
@@ -190,6 +192,11 @@ def average(
 )
 @click.option(
     "--base", metavar="REF", help="What the REFs were fine-tuned from; for all methods but slerp."
+)
+@click.option(
+    "--increment",
+    is_flag=True,
+    help="Do not write tensors that equal those of the base, but read them there.",
 )
 @click.option(
     "--scale",
@@ -218,6 +225,7 @@ def merge(
     dst: str,
     method: str,
     base: str | None,
+    increment: bool,  # noqa: FBT001
     opening: Opening,
     chosen: Chosen,
     **given: Any,
@@ -234,7 +242,8 @@ def merge(
     def plan() -> Planned:
         bases = _opened([base], opening) if base is not None else [None]
         sources = refs if method == "lora" else _opened(refs, opening)  # adapters have no view
-        return plan_merge(method, sources, {**parameters, "base": bases[0]}, **_arguments(chosen))
+        more = {"base": bases[0], "increment": increment or None}
+        return plan_merge(method, sources, {**parameters, **more}, **_arguments(chosen))
 
     _run("merge", dst, plan, **given)
 

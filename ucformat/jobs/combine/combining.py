@@ -12,14 +12,17 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import NotFound, UsageError, check_keywords
 from ucformat.format.commit import begin, commit
 from ucformat.format.universal import Universal
+from ucformat.geometry.tensor import Key
 from ucformat.jobs.combine.formulas import ema_weights, softmax_weights
+from ucformat.jobs.combine.increment import compare_outputs, find_references
 from ucformat.jobs.combine.job import Combination, CombineJob
 from ucformat.jobs.combine.lora import Lora
 from ucformat.jobs.combine.methods import Average, Dare, Slerp, TaskArithmetic, Ties
 from ucformat.jobs.convert import write
 from ucformat.jobs.finished import discard_finished
+from ucformat.jobs.increments import NO_REFERENCES, Comparison, open_base
 from ucformat.jobs.record import lineage_to
-from ucformat.jobs.shards import WriteOptions
+from ucformat.jobs.shards import NO_ATTEMPT, WriteOptions
 from ucformat.jobs.where import JobArguments, Where
 from ucformat.reading.readable import PART_OF
 from ucformat.references import expand_references, open_catalog, open_reference
@@ -70,6 +73,8 @@ class AverageArguments(CombineArguments, total=False):
     """The arguments of `average` besides the sources and the destination.
 
     Attributes:
+        base: as for `convert`: what equals this checkpoint is not written, but read there. Tensors are computed to
+            compare them if all inputs equal the base's.
         weights: a weight for each checkpoint; they are divided by their sum (default: equal
             weights).
         by: instead of weights, a metric in the catalog, such as `metric.val_loss`: the weights are
@@ -81,6 +86,7 @@ class AverageArguments(CombineArguments, total=False):
             = x₀, eₜ = d eₜ₋₁ + (1 - d) xₜ.
     """
 
+    base: Place | None
     weights: Sequence[float] | None
     by: str | None
     best: Literal["min", "max"] | None
@@ -94,6 +100,8 @@ class MergeArguments(CombineArguments, total=False):
     Attributes:
         base: what the sources were fine-tuned from; all methods but slerp need it. What is not a
             tensor is that of the base, of slerp that of the first source.
+        increment: do not write what equals the base, but read it there, as `average` with `base`; the base must then
+            stay.
         weights: a weight for each source (default: 1 for each).
         scale: the factor λ of all differences (default 1).
         density: the share of elements to keep: of ties those with the greatest magnitudes (default
@@ -104,6 +112,7 @@ class MergeArguments(CombineArguments, total=False):
     """
 
     base: Place | None
+    increment: bool
     weights: Sequence[float] | None
     scale: float | None
     density: float | None
@@ -172,7 +181,7 @@ def plan_average(
     """Plan an average; reads no tensors, and writes nothing.
 
     Args:
-        parameters: `weights`, `by`, `best`, `temperature` and `ema`; None as if it were not there.
+        parameters: `base`, `weights`, `by`, `best`, `temperature` and `ema`; None as if it were not there.
     """
     check_keywords("plan_average", parameters, AverageArguments)
     chosen = None if states is None else as_strings(states)
@@ -213,7 +222,7 @@ def plan_average(
     combination = Combination(
         weighted.sources, Average(weights=weighted.weights), chosen, as_strings(take), cast
     )
-    return Planned(combination, "average", weighted.about)
+    return Planned(combination, "average", weighted.about, parameters.get("base"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +328,18 @@ def _along_a_run(opened: Sequence[Checkpoint], decay: float) -> _Weighted:
 
 #: The parameters that each method takes, and their defaults; None: it must be given.
 _TAKES: dict[str, dict[str, Any]] = {
-    "task-arithmetic": {"base": None, "weights": (), "scale": 1.0},
+    "task-arithmetic": {"base": None, "increment": False, "weights": (), "scale": 1.0},
     "slerp": {"t": 0.5},
-    "ties": {"base": None, "weights": (), "scale": 1.0, "density": 0.2},
-    "dare": {"base": None, "weights": (), "scale": 1.0, "density": None, "seed": None},
-    "lora": {"base": None, "weights": ()},
+    "ties": {"base": None, "increment": False, "weights": (), "scale": 1.0, "density": 0.2},
+    "dare": {
+        "base": None,
+        "increment": False,
+        "weights": (),
+        "scale": 1.0,
+        "density": None,
+        "seed": None,
+    },
+    "lora": {"base": None, "increment": False, "weights": ()},
 }
 
 
@@ -376,7 +392,7 @@ def plan_merge(
     """Plan a merge; reads no tensors, and writes nothing.
 
     Args:
-        parameters: `base`, `weights`, `scale`, `density`, `t` and `seed`; None as if it were not
+        parameters: `base`, `increment`, `weights`, `scale`, `density`, `t` and `seed`; None as if it were not
             there.
     """
     values = _parameters(
@@ -399,7 +415,8 @@ def plan_merge(
         )
     formula = _method(method, [*bases, *opened], len(opened), values)
     combination = Combination([*bases, *opened], formula, chosen, as_strings(take), cast)
-    return Planned(combination, "merge", [{}] * len(combination.sources))
+    about: list[dict[str, Any]] = [{}] * len(combination.sources)
+    return Planned(combination, "merge", about, bases[0] if values.get("increment") else None)
 
 
 def _parameters(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -495,18 +512,24 @@ class Planned:
 
     Attributes:
         about: what the lineage says of each input, beside what the method does.
+        base: the checkpoint whose equal tensors are referenced, and not written.
     """
 
     combination: Combination
     kind: Literal["average", "merge"]
     about: Sequence[Mapping[str, Any]]
+    base: Place | None = None
 
     def estimate(self, dst: str | PathLike[str], options: WriteOptions) -> Cost:
         """Estimate what `write` costs; of `ties` without the further scan that few tensors need."""
-        from ucformat.jobs.cost import NO_ATTEMPT, estimate_shards  # with all other jobs
+        from ucformat.jobs.cost import estimate_shards  # with all other jobs
 
-        with CombineJob(self.combination, as_store(dst), NO_ATTEMPT, options) as job:
-            return estimate_shards(job)
+        store, combination, comparison = as_store(dst), self.combination, Comparison()
+        if self.base is not None:
+            comparison = compare_outputs(combination, open_base(self.base, store.url))
+            combination = combination.without(Key(d.name, d.state) for d in comparison.equal)
+        with CombineJob(combination, store, NO_ATTEMPT, options) as job:
+            return estimate_shards(job).on_base(comparison)
 
     def write(
         self,
@@ -523,15 +546,18 @@ class Planned:
         measured it. Everything else that is not a tensor is that of the first input.
         """
         store = as_store(dst)
-        sources, method, plan = (
-            self.combination.sources,
-            self.combination.method,
-            self.combination.plan(options),
-        )
-        attempt = options.where.begin(lambda: begin(store, plan, overwrite=overwrite))
-        manifest, recorded = write(
-            CombineJob(self.combination, store, attempt.id, options), attempt
-        )
+        combination, references = self.combination, NO_REFERENCES
+        sources, method = combination.sources, combination.method
+        if self.base is not None:
+            base = open_base(self.base, store.url)
+            references = find_references(combination, base, store, options)
+            combination = combination.without(references.keys)
+        plan = combination.plan(options) | references.plan
+        needs = references.urls
+        attempt = options.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
+        references.protect(str(attempt.keeps))
+        job = CombineJob(combination, store, attempt.id, options)
+        manifest, recorded = write(job, attempt, references=references)
         lineage = tuple(
             lineage_to(source, self.kind, {**method.about(), **role, **extra})
             for source, role, extra in zip(sources, method.roles(), self.about, strict=True)

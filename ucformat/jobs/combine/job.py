@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from copy import copy
 from math import prod
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -13,7 +14,7 @@ from ucformat.errors import Conflict, UsageError
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import document_digest
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Piece
+from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.combine.lora import Lora
 from ucformat.jobs.combine.methods import METHODS, Operand
 from ucformat.jobs.combine.outputs import CombinedTensor, find_outputs
@@ -26,14 +27,14 @@ from ucformat.storage.concurrency import thread_memory
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
     from types import EllipsisType
 
     from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.arrays import StoredArray
-    from ucformat.geometry.tensor import Key, TensorInfo
+    from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.combine.formulas import Block
     from ucformat.jobs.combine.methods import Method
     from ucformat.jobs.inputs import InputBox
@@ -51,8 +52,11 @@ class Combination:
 
     Attributes:
         sources: the inputs, of which the first gives everything that is not a tensor.
-        outputs: the tensors of the new checkpoint, by name and state.
+        outputs: the tensors of the new checkpoint that are computed, by name and state.
+        left_out: those that are not.
     """
+
+    left_out: frozenset[Key] = frozenset()
 
     def __init__(
         self,
@@ -69,7 +73,18 @@ class Combination:
             self.sources[:1] if isinstance(method, Lora) else self.sources, states, take, cast
         )
         self.outputs: dict[Key, CombinedTensor] = {output.info.key: output for output in outputs}
-        self.infos = [output.info for output in outputs]
+
+    @property
+    def infos(self) -> list[TensorInfo]:
+        """The tensors that are computed."""
+        return [output.info for output in self.outputs.values()]
+
+    def without(self, keys: Iterable[Key]) -> Self:
+        """The same, but for some tensors, which are not computed."""
+        less = copy(self)
+        less.left_out = self.left_out.union(keys)
+        less.outputs = {k: o for k, o in self.outputs.items() if k not in less.left_out}
+        return less
 
     def plan(self, options: WriteOptions) -> dict[str, Any]:
         """The plan, which identifies it: the files of the inputs as they are now, tensors, method and grids."""
@@ -90,6 +105,7 @@ class Combination:
             "inputs": [spec_of(source) for source in self.sources],
             "method": (self.method.name, self.method.document()),
             "chosen": (states, take, cast),
+            "left_out": sorted(self.left_out),
         }
 
     @classmethod
@@ -99,7 +115,7 @@ class Combination:
         name, document = spec["method"]
         parameters = {**document, "weights": tuple(document["weights"])}
         method = Lora(sources, **parameters) if name == Lora.name else METHODS[name](**parameters)
-        return cls(sources, method, *spec["chosen"])
+        return cls(sources, method, *spec["chosen"]).without(Key(*k) for k in spec["left_out"])
 
     def operands(self, output: CombinedTensor, box: Box) -> Sequence[Operand]:
         """What has to be read for a box of a tensor."""
