@@ -229,7 +229,7 @@ def check_exact(metadata: CheckpointMetadata, keys: Iterable[Key], place: str = 
         raise UnsupportedError(
             f"{place}{': ' if place else ''}these states were encoded with loss, and are not what was "
             f"saved: {states}",
-            hint="if that is close enough: lossy=True (in load, Manager.restore_latest or "
+            hint="if that is close enough: lossy=True (in load, Manager.restore_latest, an integration or "
             "ucformat.open; --lossy)",
         )
 

@@ -34,7 +34,7 @@ from tests.torch.integrations.compare import differences, held
 from tests.torch.leaving import leave
 from ucformat.engines.huggingface.accelerate import accelerator_state
 from ucformat.engines.huggingface.live import SaveCallback, UniversalTrainer
-from ucformat.errors import StateMismatch, UnsupportedError
+from ucformat.errors import StateMismatch, UcformatError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,6 +104,14 @@ class OnABase(UniversalTrainer):
     save_options: Mapping[str, Any] = MappingProxyType({"base": True, "patch": True})
 
 
+class SavesWithLoss(UniversalTrainer):
+    save_options: Mapping[str, Any] = MappingProxyType({"encode": {"exp_avg*": "int8-blockwise"}})
+
+
+class LoadsWithLoss(SavesWithLoss):
+    load_options: Mapping[str, Any] = MappingProxyType({"lossy": True})
+
+
 class InBackground(UniversalTrainer):
     save_in_background = True
     save_options: Mapping[str, Any] = MappingProxyType({"form": "packed", "certify": True})
@@ -143,13 +151,24 @@ def the_trainer(folder: Path) -> dict[str, Any]:
     ck = ucformat.open(folder / "OnABase" / "checkpoint-9")
     resumed = ucformat.open(folder / "OnABase" / "checkpoint-6")
     out["bases"] = [[base.url for base in c.manifest.bases] for c in (resumed, ck)]
+    lossy = folder / "lossy"
+    trainer(lossy, SavesWithLoss, max_steps=3).train()
+    again = trainer(lossy, LoadsWithLoss, max_steps=4)
+    again.train(resume_from_checkpoint=True)
+    states = {key.state for key in ucformat.open(lossy / "checkpoint-3").lossy}
+    out["lossy"] = [sorted(states), again.state.global_step]
     wrong = trainer(folder / "wrong")
     wrong.save_options = {"increments": 1}
+    exact = trainer(lossy, SavesWithLoss)
     out["refused"] = []
-    for act in (wrong.train, lambda: SaveCallback("x", basis=True)):
+    for act in (
+        wrong.train,
+        lambda: SaveCallback("x", basis=True),
+        lambda: exact.train(resume_from_checkpoint=str(lossy / "checkpoint-3")),
+    ):
         try:
             act()
-        except TypeError as error:
+        except (TypeError, UcformatError) as error:
             out["refused"].append(str(error))
     out["facts"] = {
         "run": ck.manifest.run,

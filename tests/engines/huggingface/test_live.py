@@ -64,7 +64,10 @@ def what_a_trainer_saves_is_universal(found: dict[str, Any]) -> None:
 
 def a_trainer_saves_on_bases(found: dict[str, Any]) -> None:
     assert found["trainer"]["bases"] == [["../checkpoint-3"], ["../checkpoint-6"]]
-    assert found["trainer"]["refused"] == [
+    *refused, lossy = found["trainer"]["refused"]
+    assert "lossy=True" in lossy
+    assert found["trainer"]["lossy"] == [["exp_avg", "exp_avg_sq"], 4]
+    assert refused == [
         "save() got an unexpected keyword argument 'increments'",
         "save() got an unexpected keyword argument 'basis'",
     ]

@@ -26,6 +26,7 @@ def test_lightning(tmp_path: Path) -> None:
     what_one_rank_saves_is_universal(found)
     one_rank_saves_on_a_base(found)
     what_cannot_be_is_refused(found)
+    states_with_loss_are_loaded_if_that_is_asked_for(found)
 
 
 def a_training_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
@@ -79,12 +80,19 @@ def what_cannot_be_is_refused(found: dict[str, Any]) -> None:
         "UsageError: UniversalDDPStrategy does not take group",
         "UsageError: patch=True needs a base",
         "TypeError: ",
+        "UnsupportedError: ",
     )
     for refusal, start in zip(found["one rank"]["refused"], said, strict=True):
         assert refusal.startswith(start)
-    assert "'basis'" in found["one rank"]["refused"][-1]
+    assert "'basis'" in found["one rank"]["refused"][-2]
+    assert "lossy=True" in found["one rank"]["refused"][-1]
 
 
 def one_rank_saves_on_a_base(found: dict[str, Any]) -> None:
     assert found["one rank"]["bases"] == ["../a"]
     assert found["one rank"]["equal"]
+
+
+def states_with_loss_are_loaded_if_that_is_asked_for(found: dict[str, Any]) -> None:
+    assert found["lossy"] == {"states": ["exp_avg", "exp_avg_sq"], "step": 12}
+    assert 0 < found["one rank"]["loss"] < 0.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import ucformat
 from tests.torch.running import fork
 from ucformat.engines.torchtitan.live import CheckpointManager
+from ucformat.errors import UnsupportedError
 from ucformat.torch import Increments
 
 PROGRAM = Path(__file__).parent / "live_program.py"
@@ -68,6 +70,23 @@ def test_increments_are_loaded_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[n]) for n, tensor in model.state_dict().items())
     with pytest.raises(TypeError, match="unexpected keyword argument 'increment'"):
         CheckpointManager(tmp_path, **objects, increment=Increments())
+
+
+def test_states_with_loss_are_loaded_if_that_is_asked_for(tmp_path: Path) -> None:
+    model = torch.nn.Linear(30, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    objects: Any = {"model_parts": model, "optimizers": optimizer, "interval": 1}
+    model(torch.randn(30)).square().sum().backward()
+    optimizer.step()
+    encode = {"exp_avg": "int8-blockwise"}
+    with closing(CheckpointManager(tmp_path, **objects, encode=encode)) as manager:
+        manager.save(1)
+        with pytest.raises(UnsupportedError, match="lossy=True"):
+            manager.load()
+    options: Any = {"load_options": {"lossy": True}}
+    with closing(CheckpointManager(tmp_path, **objects, **options)) as manager:
+        assert manager.load()
+        assert manager.load(1)
 
 
 def a_training_goes_on_bit_for_bit(found: dict[str, Any], where: str) -> None:

@@ -21,6 +21,7 @@ from ucformat.jobs.removal import discard
 from ucformat.schema.manifest import MANIFEST
 from ucformat.sources.configuration import program_config
 from ucformat.torch.comm.group import group_for_call
+from ucformat.torch.loading.arguments import RestoreArguments
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save
@@ -82,11 +83,12 @@ class UniversalTrainer(Trainer):
     """A Trainer that saves universal checkpoints; as the first base class, it changes another subclass of Trainer.
 
     `save_options` are arguments of `save`, those of `SaveArguments`; with `certify` among them, loads are
-    certified, too.
-    `save_in_background` saves with `async_save`. Set both as class attributes.
+    certified, too. `load_options` are arguments of `load`, those of `RestoreArguments`.
+    `save_in_background` saves with `async_save`. Set them as class attributes.
     """
 
     save_options: Mapping[str, Any] = MappingProxyType({})
+    load_options: Mapping[str, Any] = MappingProxyType({})
     save_in_background = False
     _resumed: Checkpoint | None = None
     _handle: SaveHandle | None = None
@@ -105,6 +107,7 @@ class UniversalTrainer(Trainer):
             UnsupportedError: no Trainer has saved the checkpoint.
         """
         check_keywords("save", self.save_options, SaveArguments)
+        check_keywords("load", self.load_options, RestoreArguments)
         self._launch = TrainingLaunch()
         if not resume_from_checkpoint:
             return self._finished(super().train(None, *args, **kwargs))
@@ -135,7 +138,7 @@ class UniversalTrainer(Trainer):
         else:
             state = self._live()
             del state["rng"]  # restored later, after batches were skipped
-            self._launch.begin(load(state, self._resumed, certify=self._certify))
+            self._launch.begin(load(state, self._resumed, **self._restoring))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
@@ -150,7 +153,7 @@ class UniversalTrainer(Trainer):
     def _load_best_model(self) -> None:
         self._settle()
         best = str(self.state.best_model_checkpoint)
-        load({"model": self.model}, best, certify=self._certify)
+        load({"model": self.model}, best, **self._restoring)
 
     def _save_checkpoint(self, _model: Any, trial: Any) -> None:
         self._settle()
@@ -201,7 +204,11 @@ class UniversalTrainer(Trainer):
 
     @property
     def _certify(self) -> bool:
-        return bool(self.save_options.get("certify"))
+        return bool(self._restoring["certify"])
+
+    @property
+    def _restoring(self) -> Mapping[str, Any]:
+        return {"certify": bool(self.save_options.get("certify")), **self.load_options}
 
     def _live(self) -> dict[str, Any]:
         """The live state of the training."""

@@ -27,6 +27,7 @@ from ucformat.sources.configuration import program_config
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import group_for_call, single_process_group
+from ucformat.torch.loading.arguments import RestoreArguments
 from ucformat.torch.loading.load import LoadTargets, load, load_local
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
@@ -73,9 +74,10 @@ class _Universal:
         background: save in the background, with `async_save`.
         trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run
             code.
-        options: arguments of saves, those of `RunArguments` except `group` and `timeout`, which is
-            that of the strategy; all others are those of the strategy. With `certify`, what the
-            ranks hold after a load is compared, too.
+        options: arguments of saves, those of `RunArguments`, and of loads, those of
+            `RestoreArguments`, except `group` and `timeout`, which is that of the strategy; all
+            others are those of the strategy. With `certify`, what the ranks hold after a load is
+            compared, too.
     """
 
     lightning_module: Any
@@ -89,7 +91,10 @@ class _Universal:
         **options: Any,
     ) -> None:
         self._arguments = _run_arguments(type(self).__name__, options, _OF_STRATEGIES)
-        super().__init__(**{k: v for k, v in options.items() if k not in self._arguments})
+        names = RestoreArguments.__annotations__.keys() - {"timeout"}
+        self._restoring = {k: v for k, v in options.items() if k in names}
+        ours = self._arguments.keys() | self._restoring.keys()
+        super().__init__(**{k: v for k, v in options.items() if k not in ours})
         self._background, self._trust = background, trust
         self._handle: SaveHandle | None = None
         self._launch = TrainingLaunch()
@@ -151,8 +156,7 @@ class _Universal:
         state = self._live(optimizers=bool(self.optimizers))
         if "rng" not in ck.per_rank:  # a CheckpointIO does not save random generators
             state.pop("rng", None)
-        options = {k: v for k, v in self._arguments.items() if k in ("names", "certify")}
-        self._launch.begin(load(state, ck, strict, **options))  # type: ignore[arg-type]
+        self._launch.begin(load(state, ck, strict, **self._restoring))  # type: ignore[arg-type]
         return {"state_dict": {}, **dict(rest)}
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -186,8 +190,8 @@ class UniversalDDPStrategy(_Universal, DDPStrategy):
         background: save in the background, with `async_save`.
         trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run
             code.
-        options: arguments of DDPStrategy, and those of `RunArguments`, as for `ucformat.torch.save`,
-            except `group`. The `timeout` is that of DDPStrategy.
+        options: arguments of DDPStrategy, and those of `RunArguments` and `RestoreArguments`, as for
+            `ucformat.torch.save` and `load`, except `group`. The `timeout` is that of DDPStrategy.
     """
 
 
@@ -198,8 +202,9 @@ class UniversalModelParallelStrategy(_Universal, ModelParallelStrategy):
         background: save in the background, with `async_save`.
         trust: unpickle opaque objects of a checkpoint (hyper-parameters, callbacks), which may run
             code.
-        options: arguments of ModelParallelStrategy, and those of `RunArguments`, as for
-            `ucformat.torch.save`, except `group`. The `timeout` is that of ModelParallelStrategy.
+        options: arguments of ModelParallelStrategy, and those of `RunArguments` and
+            `RestoreArguments`, as for `ucformat.torch.save` and `load`, except `group`. The
+            `timeout` is that of ModelParallelStrategy.
     """
 
 
@@ -211,14 +216,16 @@ class UniversalCheckpointIO(CheckpointIO):
 
     Args:
         form: as for `ucformat.torch.save`.
+        lossy: as for `ucformat.torch.load`.
         arguments: others of `RunArguments`, except `group`, `timeout` and `names`. A load is not
             certified.
     """
 
-    def __init__(self, form: Any = "zarr", **arguments: Any) -> None:
+    def __init__(self, form: Any = "zarr", *, lossy: bool = False, **arguments: Any) -> None:
         check_keywords("UniversalCheckpointIO", arguments, RunArguments)
         options = {"form": form, **arguments}
         self._arguments = _run_arguments("UniversalCheckpointIO", options, _OF_ONE_RANK)
+        self._lossy = lossy
         self._launch = TrainingLaunch()
 
     def save_checkpoint(
@@ -272,6 +279,8 @@ class UniversalCheckpointIO(CheckpointIO):
                 "CheckpointIO needs",
                 hint="load it with UniversalDDPStrategy or UniversalModelParallelStrategy",
             )
+        if self._lossy:
+            ck = ck.with_lossy()
         tensors, report = _read(ck, torch.device(map_location or "cpu"), optimizers=bool(numbered))
         self._launch.begin(report)
         rest["state_dict"] = _state_dict(ck, tensors)

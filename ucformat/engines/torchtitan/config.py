@@ -34,7 +34,7 @@ _FIXED = {
 _OPTIONS = (
     *("interval", "enable_first_step_checkpoint", "keep_latest_k", "async_mode", "load_only"),
     *("form", "run", "certify", "increments", "exclude_from_loading", "merge_dataloader"),
-    *("initial_load_path", "initial_load_model_only"),
+    *("initial_load_path", "initial_load_model_only", "load_options"),
 )
 
 
@@ -62,6 +62,7 @@ class UniversalCheckpointManager(BaseCheckpointManager):
                 line.
             save_options: other arguments of `ucformat.torch.Manager`, as `{"codec": "blosc"}`; no option
                 of the command line.
+            load_options: as for `CheckpointManager`; no option of the command line.
             merge_dataloader: `merge` of `PerRank` for the data loader, with which another number of
                 ranks loads it. It is a function, and so no option of the command line.
         """
@@ -72,6 +73,7 @@ class UniversalCheckpointManager(BaseCheckpointManager):
         certify: bool = False
         increments: Annotated[Increments | None, tyro.conf.Suppress] = None
         save_options: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        load_options: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
         merge_dataloader: Annotated[Callable[..., Any] | None, tyro.conf.Suppress] = None
 
         def __post_init__(self) -> None:

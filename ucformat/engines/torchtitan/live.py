@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,6 +48,8 @@ class CheckpointManager:
             folder has none.
         initial_load_model_only: load only the model from `initial_load_path`.
         merge_dataloader: `merge` of `PerRank` for the data loader.
+        load_options: arguments of loads other than `verify`, as `{"lossy": True}`; see
+            `ucformat.torch.load`.
         options: other arguments of `ucformat.torch.Manager`: run, config, form, increments, …
 
     Raises:
@@ -72,6 +75,7 @@ class CheckpointManager:
         initial_load_path: str | None = None,
         initial_load_model_only: bool = True,
         merge_dataloader: Any = None,
+        load_options: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         parts = [model_parts] if isinstance(model_parts, torch.nn.Module) else list(model_parts)
@@ -98,6 +102,7 @@ class CheckpointManager:
         self._excluded = frozenset(exclude_from_loading)
         self._initial, self._initial_model_only = initial_load_path, initial_load_model_only
         self._interval, self._load_only = interval, load_only
+        self._restoring = dict(load_options)
         self._first = enable_first_step_checkpoint
         self._manager = Manager(
             folder,
@@ -140,15 +145,17 @@ class CheckpointManager:
         state = {k: v for k, v in self.states.items() if k not in self._excluded}
         if step >= 0:
             url = f"{self._manager.url}/{folder_of(step)}"
-            self._manager.load({_MODEL: self.states[_MODEL]} if step == 0 else state, url)
+            chosen = {_MODEL: self.states[_MODEL]} if step == 0 else state
+            self._manager.load(chosen, url, **self._restoring)
             return True
         try:
-            newest = self._manager.restore_latest(state)
+            newest = self._manager.restore_latest(state, **self._restoring)
         except NotFound:  # no such folder
             newest = None
         if newest is None and self._initial is not None:
             model = {_MODEL: self.states[_MODEL]}
-            self._manager.load(model if self._initial_model_only else state, self._initial)
+            chosen = model if self._initial_model_only else state
+            self._manager.load(chosen, self._initial, **self._restoring)
             return True
         return newest is not None
 
