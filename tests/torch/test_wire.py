@@ -201,7 +201,10 @@ def test_pickles_are_refused_and_not_run(tmp_path: Path, kind: Any) -> None:
         IntegrityError, match="a message from another rank cannot be decoded"
     ) as caught:
         decode(pickle.dumps(Attack(file)), kind)
-    assert caught.value.hint == "check that all ranks run the same version of ucformat"
+    assert caught.value.hint == (
+        "check that all ranks make the same call with the same arguments, and run the same version of "
+        "ucformat"
+    )
     assert not file.exists()
 
 

@@ -449,7 +449,8 @@ def failures(records: Sequence[Record], call: str) -> list[Record]:
 def _undecodable(error: Exception) -> IntegrityError:
     return IntegrityError(
         f"a message from another rank cannot be decoded ({type(error).__name__}: {error})",
-        hint="check that all ranks run the same version of ucformat",
+        hint="check that all ranks make the same call with the same arguments, and run the same "
+        "version of ucformat",
     )
 
 

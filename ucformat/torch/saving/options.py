@@ -120,7 +120,8 @@ class SaveArguments(RunArguments, total=False):
         changed: the rows, indices of the first dim, that changed since the base was saved: a bool for
             each row of the whole tensor, by the tensor's name, for all its states with as many rows;
             rows count as changed that any rank says did. Or `ChangedRows`, on all ranks. Patches are
-            then made without reading the base; other tensors are compared with it. A row that changed
+            then made without reading the base, but of tiles with all rows marked; these, and other
+            tensors, are compared with it. A row that changed
             and is not marked is an error where the base's index tells, or with `verify_changed`;
             otherwise the checkpoint cannot be read there.
     """
@@ -171,7 +172,7 @@ class SaveOptions:
             ("codec", (None, *get_args(Codec))),
         ):
             if getattr(self, name) not in allowed:
-                listed = " or ".join(f'"{value}"' for value in allowed)
+                listed = " or ".join(f'"{value}"' if value else "None" for value in allowed)
                 raise UsageError(f"{name}={getattr(self, name)!r} is not supported", hint=listed)
         if self.patch and self.base is None:
             raise UsageError(

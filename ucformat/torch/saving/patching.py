@@ -204,7 +204,7 @@ class TilePatcher:
         return self.fits(info) and self._fingerprint(info.key, box) == fingerprint
 
     def _changed_rows(self, info: TensorInfo, box: Box) -> NDArray[np.bool_] | None:
-        """Which rows of a box changed; None if that is not known: since what the base has is lossy, perhaps."""
+        """Which rows of a box changed; None if that is not known, or may be all, or the base's are lossy."""
         bits = self._changed.get(info.name)
         if self._base.docs[info.key].lossy is not None:
             return None
@@ -213,7 +213,7 @@ class TilePatcher:
         first, last = box.start[0], box.stop[0]
         some = np.frombuffer(bits, np.uint8)[first // 8 : -(-last // 8)]
         inside = np.unpackbits(some)[first % 8 : first % 8 + last - first]
-        return inside.view(np.bool_)
+        return None if inside.all() else inside.view(np.bool_)
 
     def _read(self, info: TensorInfo, boxes: Sequence[Box]) -> list[memoryview]:
         """The bytes of the base in some boxes; valid until the thread reads others."""

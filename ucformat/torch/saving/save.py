@@ -325,11 +325,19 @@ def prepare(
         else (local_state(state, arguments.get("names")), state)
     )
     options.check(local)
-    changed = arguments.get("changed")
-    if isinstance(changed, Mapping):
-        from ucformat.torch.state.changed import packed_masks
+    changed: Any = arguments.get("changed")
+    if changed is not None:
+        from ucformat.torch.state.changed import ChangedRows, packed_masks
 
-        local = replace(local, changed=packed_masks(changed, local))
+        if isinstance(changed, Mapping):
+            local = replace(local, changed=packed_masks(changed, local))
+        elif isinstance(changed, ChangedRows):
+            changed.find_names(live, local, arguments.get("names") or {})
+        else:
+            raise UsageError(
+                f"changed is neither masks by name nor ChangedRows, but a {type(changed).__name__}",
+                hint="changed={name: mask}",
+            )
     assets = {} if ranks.rank else assets_of(live, arguments.get("assets"), options.form)
     return local, options, SaveMetadata.of(arguments, assets)
 

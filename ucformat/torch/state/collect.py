@@ -170,7 +170,10 @@ def collect(
         global_names=GlobalNames(names),
     )
     _walk(
-        collected, (), state, [(p, m) for p, m in _values(state) if isinstance(m, torch.nn.Module)]
+        collected,
+        (),
+        state,
+        [(p, m) for p, m in values_of(state) if isinstance(m, torch.nn.Module)],
     )
     contents = {
         p: t for p, value in collected.tensors.items() if (t := _taken_apart(p, value)) is not None
@@ -257,10 +260,10 @@ def _check_names(collected: CollectedState) -> None:
             )
 
 
-def _values(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+def values_of(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """The values of nested mappings, with their paths."""
     if isinstance(state, Mapping):
-        return [v for key, inner in state.items() for v in _values(inner, (*path, key))]
+        return [v for key, inner in state.items() for v in values_of(inner, (*path, key))]
     if isinstance(state, StateParts):
         return [(path, part) for part in state.parts]
     return [(path, state)]
