@@ -278,9 +278,14 @@ def chunk_of(shape: Sequence[int], itemsize: int, target: int, most: int = 16) -
     total = math.prod(e) * itemsize
     if len(e) >= 2 and total > target:
         floor = max(itemsize, target // 16)
-        g = [n if n <= most else math.gcd(n, most) for n in e]
+        row, c, g = min(256, target // 4096), [math.gcd(n, most) for n in e], list[int]()
+        for d, n in enumerate(e):
+            index = math.prod(e[d + 1 :]) * itemsize
+            while c[d] > 1 and n // c[d] * index < row:
+                c[d] //= 2
+            g.append(n if n <= most and index >= row else c[d])
         if e[-1] <= most or total // math.prod(g) < floor:
-            g = [math.gcd(n, most) for n in e]
+            g = c
         while total // math.prod(g) < floor and any(x > 1 for x in g):
             largest = [d for d in range(len(g)) if g[d] == max(g)]
             g[largest[0] if max(g) == 16 else largest[-1]] //= 2

@@ -30,6 +30,8 @@ _BLOSC_HEADER, _LARGEST_RATIO = 16, 1 << 15  # bytes; decoded bytes for each sto
 
 _DEGREES = 16  # cuts into 1, 2, 4, 8 and 16 parts fall on chunk boundaries
 _MIN_FRACTION = 16  # chunks are not made smaller than 1/16 of the target
+# rows of a chunk are not made shorter, or than this part of a target below 1 MiB
+_ROW_BYTES, _ROW_FRACTION = 256, 4096
 
 
 def chunk_shape(
@@ -41,24 +43,44 @@ def chunk_shape(
     first, so that cuts of each dim into 1, 2, 4, 8 and 16 parts fall on chunk boundaries if the dim
     divides; dims that do not divide stay whole. A dim of at most 16 elements, such as experts or
     layers, is cut into single indices, if the last dim is longer and the chunks remain large
-    enough. Otherwise it is cut like any other; if tiles would get too small, the dim with the most
-    cuts gets fewer; of several such dims the first one while they have 16 cuts, then the last one:
-    ranks most often read an eighth of the rows, which should be whole tiles. A tile that is still
-    larger than `target` is cut along its first dims.
+    enough. Otherwise it is cut like any other. No cut makes rows, of elements that follow one
+    another in the tensor, shorter than 256 bytes (or 1/4096 of a smaller target): rows of
+    embeddings stay whole, and 16 ranks can each have columns of a weight. If tiles would get too
+    small, the dim with the most cuts gets fewer; of several such dims the first one while they have
+    16 cuts, then the last one: ranks most often read an eighth of the rows, which should be whole
+    tiles. A tile that is still larger than `target` is cut along its first dims.
     """
     edges = [max(1, n) for n in shape]
     total = math.prod(edges) * itemsize
     if len(edges) > 1 and total > target:
         floor = max(itemsize, target // _MIN_FRACTION)
-        degrees = [n if n <= _DEGREES else math.gcd(n, _DEGREES) for n in edges]
+        row = min(_ROW_BYTES, target // _ROW_FRACTION)
+        inner = [math.prod(edges[d + 1 :]) * itemsize for d in range(len(edges))]
+        cuts = [_cuts(*dim, row) for dim in zip(edges, inner, strict=True)]
+        degrees = [
+            n if n <= _DEGREES and index >= row else c
+            for n, index, c in zip(edges, inner, cuts, strict=True)
+        ]
         if edges[-1] <= _DEGREES or total // math.prod(degrees) < floor:
-            degrees = [math.gcd(n, _DEGREES) for n in edges]
+            degrees = cuts
         while total // math.prod(degrees) < floor and max(degrees) > 1:
             most = max(degrees)
             where = [d for d, n in enumerate(degrees) if n == most]
             degrees[where[0 if most == _DEGREES else -1]] //= 2
         edges = [n // g for n, g in zip(edges, degrees, strict=True)]
     return row_block(tuple(edges), itemsize, target)
+
+
+def _cuts(n: int, inner: int, row: int) -> int:
+    """The most of 1, 2, 4, 8 and 16 parts into which a dim is cut evenly, so that each has rows of `row` bytes.
+
+    Args:
+        inner: the bytes of one index of the dim.
+    """
+    cuts = math.gcd(n, _DEGREES)
+    while cuts > 1 and n // cuts * inner < row:
+        cuts //= 2
+    return cuts
 
 
 def row_block(shape: tuple[int, ...], itemsize: int, target: int = CHUNK_BYTES) -> tuple[int, ...]:
