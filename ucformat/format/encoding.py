@@ -179,18 +179,17 @@ def overwrite_patch(new: Bytes, itemsize: int, changed: NDArray[np.bool_]) -> by
             f"a mask of {changed.size:,} cannot be for {elements.size:,} elements",
             hint="give one value for each element, or for each row",
         )
-    # where it begins to be true, and to be false, in turn
-    edges = np.flatnonzero(np.diff(changed, prepend=False, append=False)).reshape(-1, 2) * each
-    begins, ends = edges[:, 0], edges[:, 1]
-    lengths = ends - begins
-    count, runs = int(lengths.sum()), len(edges)
+    places = np.flatnonzero(changed)  # of elements, or rows
+    steps = np.diff(places, prepend=-2)
+    firsts = np.flatnonzero(steps != 1)  # of each run, in `places`
+    runs, count = len(firsts), len(places) * each
     if not _plausible(runs, count, elements):
         return None
-    before = begins.copy()
-    before[1:] -= ends[:-1] + 1
+    before = (steps[firsts] - 1) * each - 1
+    before[:1] = places[:1] * each
+    lengths = np.diff(firsts, append=len(places)) * each
     columns = np.stack((before, lengths - 1)).astype("<u4")
-    # by places, which is as fast as few they are; by the mask it takes a pass
-    values = elements[np.repeat(ends - np.cumsum(lengths), lengths) + np.arange(count)]
+    values = elements.reshape(changed.size, each)[places]  # a mask would take a pass
     stored = _shorter(_bytes(columns), 4)
     return b"".join(
         (_PATCH_HEADER.pack(runs, count, len(stored)), stored, _shorter(_bytes(values), itemsize))

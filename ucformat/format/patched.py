@@ -93,7 +93,7 @@ class PatchedTiles:
     def read_of_base(self, number: int, key: Key, boxes: Sequence[Box]) -> int:
         """The bytes that `read_base` reads."""
         base, info = self._tensor(number, key)
-        item = _item(info, base.extents(key, _hull(boxes)), boxes)
+        item = _item(info, base.extents(key, hull(boxes)), boxes)
         return make_plan([item], costs=base.store.costs).through(base.store).bytes_read
 
     def describe_base(self, number: int) -> str:
@@ -127,7 +127,7 @@ def read_boxes(
 ) -> None:
     """Read boxes of a tensor of a base, in this thread, each row-major into memory of exactly its bytes."""
     label = f"{info.key} in the base {base.manifest.id} at {base.store.url}"
-    extents = list(base.extents(info.key, _hull(boxes)))
+    extents = list(base.extents(info.key, hull(boxes)))
     runs = _chunk_runs(extents, boxes)
     if runs is None:
         memories = [np.frombuffer(out, np.uint8) for out in outs]
@@ -165,7 +165,7 @@ def _item(info: TensorInfo, extents: Iterable[Extent | Tiles], boxes: Sequence[B
     return ReadItem(info, extents, pieces)
 
 
-def _hull(boxes: Sequence[Box]) -> Box:
+def hull(boxes: Sequence[Box]) -> Box:
     """The smallest box around others."""
     start = tuple(map(min, zip(*(b.start for b in boxes), strict=True)))
     stop = tuple(map(max, zip(*(b.stop for b in boxes), strict=True)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from ucformat.errors import Conflict, UsageError
 from ucformat.format.encoding import Encoding, encode_rows, encode_tile
-from ucformat.format.patched import read_boxes
+from ucformat.format.patched import hull, read_boxes
 from ucformat.format.tile_index import tile_fingerprint
 from ucformat.geometry.tensor import single_extents
 from ucformat.references import open_reference
@@ -177,8 +177,9 @@ class TilePatcher:
         if not self.fits(info):
             return encoded
         compared: list[int] = []  # the numbers of those that need the bytes of the base
+        of_base = self._fingerprints(info.key, [box for box, _, _ in tiles])
         for number, (box, data, fingerprint) in enumerate(tiles):
-            before = self._fingerprint(info.key, box)
+            before = of_base[number]
             rows = self._changed_rows(info, box)
             if before == fingerprint:
                 encoded[number] = Encoding.SAME, b""
@@ -201,7 +202,7 @@ class TilePatcher:
 
     def is_same(self, info: TensorInfo, box: Box, fingerprint: Sums) -> bool:
         """Whether a tile has the fingerprint of the base's tile of the same box."""
-        return self.fits(info) and self._fingerprint(info.key, box) == fingerprint
+        return self.fits(info) and self._fingerprints(info.key, [box]) == [fingerprint]
 
     def _changed_rows(self, info: TensorInfo, box: Box) -> NDArray[np.bool_] | None:
         """Which rows of a box changed; None if that is not known, or may be all, or the base's are lossy."""
@@ -229,14 +230,16 @@ class TilePatcher:
             outs = [next(rest) if out is None else out for out in outs]
         return [out for out in outs if out is not None]
 
-    def _fingerprint(self, key: Key, box: Box) -> Sums | None:
-        """The fingerprint of the base's tile of a box; None if none of its tiles has just this box."""
+    def _fingerprints(self, key: Key, boxes: Sequence[Box]) -> list[Sums | None]:
+        """The fingerprint of the base's tile of each box; None if none of its tiles has just this box."""
         if self._base.docs[key].codec != TILES:
-            return None
-        first = next(single_extents(self._base.extents(key, box), box), None)
-        if first is None or first.box != box:
-            return None
-        return tile_fingerprint(self._base.store, first)
+            return [None] * len(boxes)
+        within = hull(boxes)
+        extents = {e.box: e for e in single_extents(self._base.extents(key, within), within)}
+        return [
+            tile_fingerprint(self._base.store, extents[box]) if box in extents else None
+            for box in boxes
+        ]
 
     def _check(self, info: TensorInfo, box: Box, data: Bytes, changed: NDArray[np.bool_]) -> None:
         """Check that the rows that are not marked are equal to those of the base."""
