@@ -97,5 +97,7 @@ def test_dry_runs(run: Run, run7: Path) -> None:
     assert "1 tensor, counted as written: whether they equal the base's shows when read" in shown
     refused = run("patch", "0", "moments", "x", "-s", "exp_avg", "--dry-run", code=2).stderr
     assert "so nothing would be a patch" in refused
+    refused = run("compact", "p2", "--fold", "--codec", "none", "--dry-run", code=2).stderr
+    assert "leave out one of fold and codec" in refused
     refused = run("convert", "1", "x", "--encode", "*=int8-blockwise", "--dry-run", code=2).stderr
     assert "weight" in refused

@@ -171,5 +171,9 @@ def test_what_is_no_job(tmp_path: Path) -> None:
         ucformat.estimate("delete", source)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="destination"):
         ucformat.estimate("convert", source)
+    with pytest.raises(UsageError, match="patch needs a base"):
+        ucformat.estimate("patch", source, tmp_path / "two")
+    with pytest.raises(UsageError, match="convert takes no fold"):
+        ucformat.estimate("convert", source, tmp_path / "two", fold=True)
     with pytest.raises(UnsupportedError, match="not copied"):
         ucformat.estimate("copy", source, tmp_path / "two")

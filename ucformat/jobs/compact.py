@@ -59,11 +59,7 @@ def compact(
     check_keywords("compact", arguments, JobArguments)
     check_choice("codec", codec, (None, "blosc", "none"))
     source = src if isinstance(src, Checkpoint) else open_reference(src)
-    if fold and codec is not None:
-        raise UsageError(
-            "what a patch stores has always a codec", hint="leave out one of fold and codec"
-        )
-    if is_compact(source, dst, fold=fold):
+    if is_compact(source, dst, fold=fold, codec=codec):
         settle(own_store(source))
         return source
     job_arguments: dict[str, Any] = dict(arguments)
@@ -75,8 +71,18 @@ def compact(
     return materialize(source, dst, codec=None if codec == "none" else codec, **job_arguments)
 
 
-def is_compact(source: Checkpoint, dst: str | PathLike[str] | Store | None, *, fold: bool) -> bool:
+def is_compact(
+    source: Checkpoint,
+    dst: str | PathLike[str] | Store | None,
+    *,
+    fold: bool,
+    codec: Literal["blosc", "none"] | None,
+) -> bool:
     """Whether nothing is to be done; errors and arguments are as of `compact`."""
+    if fold and codec is not None:
+        raise UsageError(
+            "what a patch stores has always a codec", hint="leave out one of fold and codec"
+        )
     if source.universal is None or source.viewed:
         raise UnsupportedError(
             f"{source.url} is {f'a checkpoint of {source.kind}' if source.foreign else 'a view'}, which has no bases",

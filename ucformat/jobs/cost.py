@@ -216,6 +216,13 @@ def _counted(stores: Iterable[_CountingStore]) -> _Total:
 
 __all__ = ["Cost", "estimate", "estimate_export", "estimate_shards", "seconds_at"]
 
+#: The jobs that take an argument.
+_TAKEN_BY = {
+    "base": ("convert", "patch"),
+    "codec": ("convert", "materialize", "compact"),
+    "encode": ("convert",),
+    "fold": ("compact",),
+}
 _READ = 4 << 20  # bytes that copy and verify read at once
 
 
@@ -303,6 +310,9 @@ def estimate(
     """
     ck = src if isinstance(src, Checkpoint) else open_reference(src)
     check_choice("job", job, ("convert", "copy", "materialize", "patch", "compact", "verify"))
+    for name, value in (("base", base), ("codec", codec), ("encode", encode), ("fold", fold)):
+        if value and job not in _TAKEN_BY[name]:
+            raise UsageError(f"{job} takes no {name}", hint=f"leave out {name}=")
     if dst is None and job in ("convert", "copy", "patch"):
         raise UsageError(f"{job} needs a destination")
     if job == "verify":
@@ -326,7 +336,7 @@ def estimate(
             workers,
         )
     if job == "compact":
-        if is_compact(ck, store if dst is not None else None, fold=fold):
+        if is_compact(ck, store if dst is not None else None, fold=fold, codec=codec):
             return _cost((), store, (), workers)
         codec = arrays_codec(ck, codec)
         base = find_anchor(ck) if fold else None

@@ -146,6 +146,7 @@ def average(
         NotFound: a checkpoint is in no catalog, with `by`.
         UsageError: the checkpoints differ in more than values; the message lists the tensors. Or
             weights, metrics or steps are missing, or are no finite numbers.
+        UnsupportedError: the base is no universal checkpoint, or has no fingerprints.
         ChecksumError: a checkpoint is damaged; the message names file, record and tensors.
         Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed
             since it was opened.
@@ -371,7 +372,8 @@ def merge(
         NotFinished: this process has done its part, and another one commits.
         UsageError: a parameter is missing, or not one of the method; or the checkpoints differ in
             more than values; the message lists the tensors.
-        UnsupportedError: an adapter asks for what cannot be merged; the message names it.
+        UnsupportedError: an adapter asks for what cannot be merged; the message names it. Or with
+            `increment`, the base is no universal checkpoint, or has no fingerprints.
         ChecksumError: a checkpoint is damaged; the message names file, record and tensors.
         Conflict: a checkpoint is committed at `dst` already, or a file of a source was changed
             since it was opened.
