@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ucformat
-from tests.fakes import Arrays, random_array
+from tests.fakes import Arrays, manifest_file, random_array
 from tests.jobs.forks import Forks
 from tests.jobs.test_bases import is_read, source
 from tests.tiers import rounds
@@ -40,6 +40,7 @@ from ucformat.schema.manifest import BASES, CODECS, PACKED, PATCHES
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.s3 import Bucket
@@ -196,6 +197,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="has no bases"):
         ucformat.compact(source(trained(0)))
     assert ucformat.compact(a) is a
+    assert ucformat.compact(a, fold=True) is a
     assert not (tmp_path / "b").exists()
 
     b = ucformat.patch(a, source(trained(1)), tmp_path / "b")
@@ -203,6 +205,31 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ucformat.compact(b, fold=True, codec="blosc")
     with pytest.raises(TypeError, match="depth"):
         ucformat.compact(b, depth=1)  # type: ignore[call-arg]
+
+
+def test_a_tensor_that_cannot_be_read_is_not_left_out(tmp_path: Path) -> None:
+    """It is of a dtype that only a later version knows."""
+    a = put(tmp_path / "a", trained(0))
+    b = ucformat.patch(a, source(trained(1)), tmp_path / "b")
+    document = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    for kind in document["tensors"]["kinds"]:
+        if kind["dtype"] == "bfloat16":
+            kind |= {"dtype": "acme.float7", "itemsize": 2}
+    (tmp_path / "b" / "manifest.json").write_bytes(manifest_file(document))
+    ck = ucformat.open(b.url)
+    assert ck.unreadable
+    acts: list[Callable[[], object]] = [
+        lambda: ucformat.patch(a, ck, tmp_path / "c"),
+        lambda: ucformat.compact(ck),
+        lambda: ucformat.compact(ck, tmp_path / "c"),
+        lambda: ucformat.compact(ck, tmp_path / "c", fold=True),
+        lambda: ucformat.thin(ck, "exp_avg"),
+    ]
+    for act in acts:
+        with pytest.raises(UnsupportedError, match=r"acme\.float7"):
+            act()
+    assert ucformat.open(b.url).manifest == ck.manifest
+    assert not (tmp_path / "c" / "manifest.json").exists()
 
 
 def test_a_chain_that_could_not_be_read_is_not_made_longer(

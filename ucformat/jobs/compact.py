@@ -51,8 +51,8 @@ def compact(
     Raises:
         ChecksumError: the checkpoint or a base is damaged; nothing is committed.
         Conflict: a checkpoint is committed at `dst` already, or the one to be replaced has changed.
-        UnsupportedError: it is no universal checkpoint; or in place, the place has no conditional replacement of
-            files.
+        UnsupportedError: it is no universal checkpoint, or a tensor has an unknown dtype; or in place, the place has no
+            conditional replacement of files.
         UsageError: with `dst`, it depends on no other; or with `fold`, a codec is given, or its chain begins from
             several whole checkpoints.
     """

@@ -96,8 +96,8 @@ def materialize(
             of a block.
         Conflict: a checkpoint is committed at `dst` already, or the one to be replaced has changed;
             or a file of the source was changed since it was opened.
-        UnsupportedError: in place, if the checkpoint is foreign or the place has no conditional
-            replacement of files.
+        UnsupportedError: a tensor has an unknown dtype; or in place, the checkpoint is foreign or
+            the place has no conditional replacement of files.
     """
     check_keywords("materialize", arguments, CheckedArguments)
     source = src if isinstance(src, Checkpoint) else open_reference(src)
@@ -180,6 +180,7 @@ def rewrite(
     """
     if dst is None:
         return _in_place(source, form, where)
+    source.check_readable()
     store = as_store(dst)
     plan = {**form.plan, form.command: source.id}
     attempt = where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=form.needs))
@@ -206,6 +207,7 @@ def _in_place(source: Checkpoint, form: Form, where: Where) -> Checkpoint:
     if form.is_of(source):
         settle(store)
         return source
+    source.check_readable()  # what is not read would be lost
     plan = {**form.plan, form.command: before.attempt}
     attempt = where.begin(
         lambda: begin(store, plan, overwrite=True, keeps=before.id, needs=form.needs)
