@@ -201,6 +201,21 @@ def test_what_is_not_known_stays_whole(catalog: Catalog, tmp_path: Path) -> None
     assert "all of" in why()
 
 
+def test_a_virtual_one_stays_as_it_is(catalog: Catalog, tmp_path: Path) -> None:
+    there = put(tmp_path / "there", model() | MOMENTS)
+    a = ucformat.convert(there, tmp_path / "run" / "a", virtual=True)
+    arrays = model("lora", seed=1)
+    b = put(tmp_path / "run" / "b", arrays, a)
+    for ck in (a, b):
+        catalog.record(ck.manifest, ck.url)
+    catalog.delete(a.id, grace=NOW, thin_needed=True)
+    found = collect(catalog, thin=True, apply=True)
+    assert (found.thin, found.failures) == ((), ())
+    assert f"{a.url} is virtual" in found.whole[a.id]
+    assert is_read(a, model() | MOMENTS)
+    assert is_read(b, arrays)
+
+
 def test_one_of_two_gives_up(
     catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

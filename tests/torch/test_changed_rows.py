@@ -109,6 +109,21 @@ def test_masks_are_taken_without_reading_the_base(tmp_path: Path) -> None:
     assert not (tmp_path / "3" / "manifest.json").exists()
 
 
+def test_without_patches_only_tiles_without_marks_are_left_out(tmp_path: Path) -> None:
+    table = torch.randn(ROWS, WIDTH)
+    save({"model": {"emb": table}}, tmp_path / "1")  # as an array, which has no tiles
+    mask = torch.zeros(ROWS, dtype=torch.bool)
+    mask[7] = True
+    table[7] += 1
+    changed = {"emb": mask}
+    done = save(
+        {"model": {"emb": table}}, tmp_path / "2", form="packed", base=True, changed=changed
+    )
+    tile = 5000 * WIDTH * table.itemsize
+    assert done.nbytes == tile
+    assert torch.equal(ucformat.open(tmp_path / "2")["emb"].torch(), table)
+
+
 def test_marks_are_verified_on_request(tmp_path: Path) -> None:
     table = torch.randn(100, 4)
     save({"model": {"emb": table}}, tmp_path / "1", form="packed")

@@ -190,6 +190,14 @@ def test_what_is_saved_after_a_lossy_base_is_exact(trained: Training, tmp_path: 
     again = ucformat.open(tmp_path / "3")
     assert again.lossy == ucformat.open(tmp_path / "1").lossy
     assert sum(f.stat().st_size for f in (tmp_path / "3/data").rglob("*")) < 10_000  # all equal
+    longer = Training()
+    longer.train(0, 25)
+    save(longer.state, tmp_path / "4", base=tmp_path / "1", patch=True, encode=INT8)
+    assert ucformat.verify(tmp_path / "4")
+    key = Key("0.weight", "exp_avg")
+    with ucformat.open(tmp_path / "4", lossy=True) as changed:
+        wrong = np.abs(changed[key].read() - longer.moment("exp_avg").numpy()).max()
+        assert wrong <= changed.lossy[key].absolute
 
 
 def test_weights_and_the_like_are_exact(trained: Training, tmp_path: Path) -> None:
