@@ -124,6 +124,11 @@ def test_a_chain_is_written_folded_and_made_whole(root: str, tmp_path: Path) -> 
     assert urls(folded) == ["../0"]
     assert folded.id != c.id
     check_all(folded, trained(7), tmp_path, root)
+    with pytest.raises(Conflict, match="already holds"):
+        ucformat.compact(c, folded.url, fold=True)
+    again = ucformat.compact(c, folded.url, fold=True, overwrite=True)
+    assert again.id != folded.id
+    assert is_read(again, trained(7))
     assert ucformat.compact(c.url, fold=True).id == c.id
     c = ucformat.open(c.url)
     assert urls(c) == ["../0"]
@@ -198,6 +203,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ucformat.compact(source(trained(0)))
     assert ucformat.compact(a) is a
     assert ucformat.compact(a, fold=True) is a
+    with pytest.raises(UsageError, match="codec"):
+        ucformat.compact(a, codec="zip")  # type: ignore[arg-type]
     assert not (tmp_path / "b").exists()
 
     b = ucformat.patch(a, source(trained(1)), tmp_path / "b")
@@ -289,7 +296,9 @@ def test_several_files_by_several_processes(tmp_path: Path) -> None:
     for on in ("part:1/2", "part:0/2"):
         with pytest.raises(NotFinished):
             ucformat.patch(a, b, tmp_path / "d", on=on)
+    assert list(tmp_path.rglob("finished"))
     ucformat.patch(a, b, tmp_path / "d", on="commit")
+    assert not list(tmp_path.rglob("finished"))
     for place in (tmp_path / "c", tmp_path / "d"):
         assert is_read(str(place), trained(2))
         plain = ucformat.open(place).universal

@@ -9,4 +9,7 @@ EQUIVALENT: dict[str, str] = {
     "(not (sharding.padding_rows or sharding.scaled)): local = slices[0].contents": "a single rank's sharding is one "
     "region, the whole tensor; the way of several ranks then finds the same, and takes states of other shapes as "
     "replicas: it only takes longer",
+    "ucformat/torch/saving/base.py:_below: check dropped: if scheme in ('', 'file'): return "
+    "sorted((str(manifest.parent) for manifest in Path(path).glob(f'*/{": "a store lists the same "
+    "places; it only takes longer, as it lists all files of each of them",
 }

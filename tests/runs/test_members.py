@@ -14,6 +14,7 @@ from tests.jobs.conftest import foreign, universal
 from tests.torch.runs import fill
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import IntegrityError, NotFound, UsageError
+from ucformat.runs.members import _LeaveOut
 from ucformat.schema.manifest import LaunchDoc, LineageDoc
 
 if TYPE_CHECKING:
@@ -131,6 +132,11 @@ def test_deleted_unknown_and_left_out(catalog: Catalog) -> None:
     assert ucformat.run("run7", leave_out=["final"]).steps == (10, 30, 40)
     with pytest.raises(NotFound, match=r"no checkpoints of a run .it's"):
         ucformat.run("it's")
+
+
+def test_four_characters_of_an_id_are_enough() -> None:
+    assert _LeaveOut("abcd").covers("run/step", None, "abcdef")
+    assert not _LeaveOut("abc").covers("run/step", None, "abcdef")
 
 
 def test_no_catalog(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "KEEPERS", "TREES", "Command", "arrays", "first_world", "parse_actor"]
 
 ROOT = "memory://w"
-SRC, NEW, PACKED, GONE, VIRTUAL, BASED, WEIGHTS, COPY = (
-    f"{ROOT}/{p}" for p in ("src", "t/new", "t/p", "t/a", "t/v", "t/b", "t/w", "u/p")
+SRC, NEW, PACKED, GONE, VIRTUAL, BASED, PATCHED, WEIGHTS, COPY = (
+    f"{ROOT}/{p}" for p in ("src", "t/new", "t/p", "t/a", "t/v", "t/b", "t/c", "t/w", "u/p")
 )
 TREES = (f"{ROOT}/t", f"{ROOT}/u")  # where checkpoints lie: ours, and another user's
 GRACE, LONG = timedelta(days=7), timedelta(days=30)
@@ -56,7 +56,7 @@ class Command:
 
 def arrays(step: int) -> dict[str, Any]:
     """The tensors of all checkpoints that have this content."""
-    return {"w": np.arange(4, dtype=np.float32) + 100 * step}
+    return {"w": np.arange(64, dtype=np.float32) + 100 * step}
 
 
 def _save(step: int, place: str, **more: Any) -> None:
@@ -92,6 +92,15 @@ def _on_base(act: Callable[[], Any]) -> Callable[[], Any]:
         act()
 
     return work
+
+
+def _fold() -> None:
+    """Save a patch of what is a patch itself, unless that is done, and make it one of the first."""
+    with suppress(Conflict):
+        _save(3, PATCHED, base=PACKED, patch=True)
+    with suppress(Conflict):
+        _save(2, BASED, base=PATCHED, patch=True)
+    ucformat.compact(BASED, fold=True)
 
 
 def _keep_weights(catalog: Catalog) -> None:
@@ -130,6 +139,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "based": Command(lambda: _save(1, BASED, base=PACKED), contents=(1,)),
     "patch": Command(lambda: ucformat.patch(PACKED, SRC, BASED), contents=(2,)),
+    "patched": Command(lambda: _save(3, PATCHED, base=PACKED, patch=True), contents=(3,)),
+    "fold": Command(_fold, contents=(2, 3)),
     "compact": Command(_on_base(lambda: ucformat.compact(BASED)), contents=(1, 2)),
     "read": Command(_on_base(lambda: ucformat.convert(BASED, NEW)), contents=(1, 2)),
     "remnant": Command(_catalog(_keep_weights), contents=(1,), deletes=(PACKED, NEW)),
@@ -138,7 +149,7 @@ COMMANDS: dict[str, Command] = {
     "register": Command(_catalog(_register(TREES[0]))),
     "register-copies": Command(_catalog(_register(TREES[1]))),
     "delete": Command(_catalog(lambda c: c.delete(PACKED, grace=NOW)), deletes=(PACKED, NEW)),
-    "retain": Command(_catalog(_retain), deletes=(PACKED, NEW, VIRTUAL, BASED, WEIGHTS)),
+    "retain": Command(_catalog(_retain), deletes=(PACKED, NEW, VIRTUAL, BASED, PATCHED, WEIGHTS)),
     "gc": Command(_catalog(lambda c: _raise(collect(c, [TREES[0]], apply=True).failures))),
     "reindex": Command(_catalog(lambda c: _raise(ucformat.reindex(TREES[0], c).failures))),
     "hold": Command(_catalog(lambda c: c.hold(PACKED, "ours"))),

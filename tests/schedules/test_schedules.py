@@ -114,10 +114,14 @@ def test_a_command_that_hides_a_fault_is_found(player: Player) -> None:
     assert complaints == ("silent quiet: it succeeded, and did not do all",)
 
 
-@pytest.mark.matrix
+@pytest.mark.front("patched delete")
 @pytest.mark.parametrize(
     "actors",
-    ["based delete", "delete based", "based thin", "based overwrite", "patch gc", "remnant based"],
+    [
+        *("based delete", "delete based", "based thin", "based overwrite", "patch gc"),
+        *("remnant based", "patched delete", "thin patched", "retain patched", "patch delete"),
+        *("compact patched", "materialize read"),
+    ],
 )
 def test_a_base_is_taken_away_while_it_is_needed(player: Player, actors: str) -> None:
     for played in pair(player, *actors.split()):

@@ -214,6 +214,8 @@ def test_weights_and_the_like_are_exact(trained: Training, tmp_path: Path) -> No
     assert not list(tmp_path.glob("no/*.json"))
     # before the first step there are no moments
     fresh = Training(1)
+    with pytest.raises(UsageError, match="no encoding with loss"):
+        save(fresh.state, tmp_path / "0", encode={"exp_avg": "int8"})
     save(fresh.state, tmp_path / "0", encode=INT8)
     load(fresh.state, tmp_path / "0")
 
