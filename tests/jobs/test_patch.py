@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,12 +29,13 @@ from ucformat.errors import (
 from ucformat.format.encoded import find_image
 from ucformat.format.encoding import Encoding
 from ucformat.format.tile_index import TileIndex
+from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs import increments, patch_files
 from ucformat.jobs.compact import is_whole
 from ucformat.jobs.compare import compare
 from ucformat.jobs.dependents import dependents_at
 from ucformat.jobs.patch import Patch, stored_bytes
-from ucformat.jobs.patch_files import TilesJob
+from ucformat.jobs.patch_files import TilesJob, place_boxes
 from ucformat.jobs.shards import WriteOptions
 from ucformat.schema import ITEMSIZE
 from ucformat.schema.manifest import BASES, CODECS, PACKED, PATCHES
@@ -311,6 +313,13 @@ def test_several_files_by_several_processes(tmp_path: Path) -> None:
     assert [len(f) for f in files[0]] == [len(f) for f in files[1]]
 
 
+def test_a_file_is_filled_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = TensorInfo("a", "weight", "int8", (60,))  # with its checksum 64 bytes
+    infos = [replace(info, name=name) for name in "abc"]
+    monkeypatch.setattr(patch_files, "FILE_BYTES", 2 * 64)
+    assert [len(boxes) for boxes in place_boxes(infos)] == [2, 1]
+
+
 def test_another_process_makes_the_same_job(tmp_path: Path) -> None:
     a, b = put(tmp_path / "a", trained(0)), put(tmp_path / "b", trained(2))
     options = WriteOptions()
@@ -332,6 +341,7 @@ def test_another_process_makes_the_same_job(tmp_path: Path) -> None:
 
 WORK = """
 import ucformat
+from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs import increments, patch_files
 patch_files.FILE_BYTES, patch_files._BATCH_BYTES = 1 << 16, 1 << 12
 def work(command, *places):

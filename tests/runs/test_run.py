@@ -157,6 +157,8 @@ def test_a_long_plan_shows_its_ends(folder: Path) -> None:
     long = ucformat.RunPlan("a", dict.fromkeys(range(100), plan.plans[3]), {}, (100, 7, 9, 5), 1)
     assert len(str(long).splitlines()) == 4 + 13
     assert "  … 88 more steps" in str(long)
+    all_shown = dict.fromkeys(range(12), plan.plans[3])
+    assert "more" not in str(ucformat.RunPlan("a", all_shown, {}, (12, 7, 9, 5), 1))
 
 
 def test_a_tensor_that_did_not_change_is_read_once(tmp_path: Path) -> None:
