@@ -12,4 +12,6 @@ EQUIVALENT: dict[str, str] = {
     "ucformat/torch/saving/base.py:_below: check dropped: if scheme in ('', 'file'): return "
     "sorted((str(manifest.parent) for manifest in Path(path).glob(f'*/{": "a store lists the same "
     "places; it only takes longer, as it lists all files of each of them",
+    "ucformat/jobs/remnants.py:keep_needed: boundary: plan.left >= plan.stored": "as many bytes are left only if no "
+    "tensor that has any is dropped: then the checkpoint stays, or is written once without the empty ones",
 }
