@@ -142,6 +142,7 @@ class Grid:
     itemsize: int
 
     @classmethod
+    @lru_cache(maxsize=1 << 12)  # layers repeat
     def of(
         cls,
         shape: tuple[int, ...],

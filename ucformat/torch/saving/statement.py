@@ -85,7 +85,8 @@ class PieceFingerprints:
         with ThreadPoolExecutor(threads, "ucformat-fingerprint") as pool:
             # the largest first, so that no thread is left with one at the end
             numbers = sorted(range(len(self._items)), key=lambda n: -self._items[n].info.nbytes)
-            for _ in pool.map(self.__getitem__, numbers):
+            remaining = iter(numbers)  # of all threads: to hand over a small item takes longer
+            for _ in pool.map(lambda _: [self[n] for n in remaining], range(threads)):
                 pass
 
     def of_piece(self, item: int, piece: int) -> Sums:
