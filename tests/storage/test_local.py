@@ -25,6 +25,7 @@ from ucformat.errors import (
 )
 from ucformat.storage import local, local_files, strided
 from ucformat.storage.base import content_version
+from ucformat.storage.folders import with_parents
 from ucformat.storage.local import LocalStore
 from ucformat.testing.stores import keys, put
 
@@ -242,6 +243,13 @@ def test_flush_syncs_each_file_and_the_folders_up_to_the_first_old_one(
     store.delete_prefix("gone/long/ago")
     store.flush()
     assert synced == [f"{root}/a/b"]
+    folders = ["a-b", "a/b/c", "a/d", "ab/a/b", "ab/c", "b"]  # in no order of walks
+    for folder in folders:
+        put(store, f"{folder}/f")
+    synced.clear()
+    store.flush()
+    names = {f"{root}/{above}".rstrip("/") for f in folders for above in with_parents(f)}
+    assert sorted(synced) == sorted([*names, *(f"{root}/{f}/f" for f in folders)])
 
 
 def test_an_error_of_write_back_raises_until_the_file_is_written_anew(

@@ -12,12 +12,16 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ucformat.durable import make_folder, sync_open_folder
 from ucformat.errors import UnsafeError
 from ucformat.settings import roots_with
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.local_files import Descriptor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -56,41 +60,53 @@ class Folders:
         self.open(folder)  # raises the specific error
         raise FileNotFoundError(errno.ENOENT, "another folder has its name by now")
 
-    def sync(self, folder: str) -> None:
-        """Make the names in a folder durable; a missing folder has none."""
-        with mapping_os_errors("make durable", self._path(folder)), suppress(FileNotFoundError):
-            opened = self.open(folder)
-            sync_open_folder(opened.fd)
+    def sync(self, folders: Iterable[str]) -> None:
+        """Make the names in folders durable; a missing folder has none."""
+        # the last folder and those above it that are open, so that few are opened twice
+        line: list[tuple[str, Descriptor]] = []
+        for folder in sorted(folders):
+            while line and line[-1][0] and not folder.startswith(f"{line[-1][0]}/"):
+                line.pop()
+            with mapping_os_errors("make durable", self._path(folder)), suppress(FileNotFoundError):
+                opened = Descriptor(self._open_path(folder, above=line[-1] if line else None))
+                line.append((folder, opened))
+                sync_open_folder(opened.fd)
 
     def sync_upwards(self, folder: str, opened: Descriptor) -> None:
         """Make durable the names in an open folder and in its parents, and check that its path is unchanged."""
         with mapping_os_errors("make durable", self._path(folder)):
             sync_open_folder(opened.fd)
-        for above in with_parents(folder)[1:]:
-            self.sync(above)
+        self.sync(with_parents(folder)[1:])
         with mapping_os_errors("make durable", self._path(folder)):
             self.check_same(folder, opened)
 
     def _path(self, folder: str) -> str:
         return f"{self._root}/{folder}" if folder else self._root
 
-    def _open_path(self, folder: str, *, make: bool = False) -> int:
-        """Open the root, then each folder relative to its parent; with `make`, create missing ones."""
-        fd = os.open(self._root, _FLAGS)
+    def _open_path(
+        self, folder: str, *, make: bool = False, above: tuple[str, Descriptor] | None = None
+    ) -> int:
+        """Open the root, then each folder relative to its parent; with `make`, create missing ones.
+
+        Args:
+            above: an open folder, and its key, from which to begin (default: the root).
+        """
+        fd = os.open(self._root, _FLAGS) if above is None else os.dup(above[1].fd)
         names = folder.split("/") if folder else []
-        for number, name in enumerate(names, 1):
-            above = fd
+        depth = 0 if above is None else len(with_parents(above[0])) - 1
+        for number, name in enumerate(names[depth:], depth + 1):
+            parent = fd
             try:
                 fd = (
-                    _made(name, above)
+                    _made(name, parent)
                     if make
-                    else os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=above)
+                    else os.open(name, _FLAGS | os.O_NOFOLLOW, dir_fd=parent)
                 )
             except NotADirectoryError:  # also raised for a link
-                _reject_link("/".join((self._root, *names[:number])), name, above)
+                _reject_link("/".join((self._root, *names[:number])), name, parent)
                 raise
             finally:
-                os.close(above)
+                os.close(parent)
         return fd
 
 

@@ -132,13 +132,13 @@ T = TypeVar("T")
 _Written = tuple[Descriptor, Future[None] | None]
 
 _THREADS = 4
-_SMALL = 64 << 10  # bytes; smaller files are written at once by fsync, without early write-back
+_SMALL = 256 << 10  # bytes; smaller files are written at once by fsync, without early write-back
 
 
 class PendingSyncs:
     """The files and folders that a store has written and not yet made durable."""
 
-    def __init__(self, sync: Callable[[str], None]) -> None:
+    def __init__(self, sync: Callable[[Sequence[str]], None]) -> None:
         self._sync = sync
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
@@ -199,20 +199,15 @@ class PendingSyncs:
                 wait(files.values())
                 for file, done in files.items():
                     _raise_error(file, done.result())
-                list(
-                    (map if self._pool is None else self._pool.map)(
-                        self._sync_folders, _parts(list(folders))
-                    )
-                )
+                ordered = sorted(folders)  # those in one folder in one part
+                size = -(-len(ordered) // _THREADS) or 1
+                parts = [ordered[at : at + size] for at in range(0, len(ordered), size)]
+                list((map if self._pool is None else self._pool.map)(self._sync, parts))
             except BaseException:  # a failed file remains, so that no later flush succeeds
                 with self._lock:
                     self._files = files | self._files
                     self._folders |= folders
                 raise
-
-    def _sync_folders(self, folders: Sequence[str]) -> None:
-        for folder in folders:
-            self._sync(folder)
 
 
 def prefetch(fd: int, offset: int, nbytes: int) -> None:
