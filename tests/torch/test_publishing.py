@@ -14,7 +14,7 @@ import ucformat.torch
 from tests.tiers import rounds
 from tests.torch.publishing_program import weights
 from tests.torch.ranks import KILLED, Ranks
-from ucformat.errors import ChecksumError, Conflict, UcformatError, UsageError
+from ucformat.errors import ChecksumError, Conflict, StateMismatch, UcformatError, UsageError
 from ucformat.format.patched import read_boxes
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Piece
@@ -369,3 +369,22 @@ def test_any_box_of_any_memory(tmp_path: Path) -> None:
         assert len(begun) == turn + 1
         for m, tensor in zip(matched, expected, strict=True):
             assert torch.equal(m.target.tensor, tensor), m.target
+
+
+def test_what_a_receiver_has_no_place_for_is_refused_before_anything_is_changed(
+    tmp_path: Path,
+) -> None:
+    publisher, state = Publisher(tmp_path), {"weight": torch.zeros(3)}
+    subscription = subscribe(tmp_path)
+    publisher.publish({"weight": torch.ones(3)})
+    subscription.update(state)
+    publisher.publish({"weight": torch.ones(3) + 1, "new": torch.ones(2), "value": 1})
+    with pytest.raises(StateMismatch, match="nothing was changed") as error:
+        subscription.update(state)
+    assert "new (weight)" in error.value.message
+    assert error.value.hint == "leave= names what has no place in the state"
+    assert subscription.version == 1
+    assert torch.equal(state["weight"], torch.ones(3))
+    follower = subscribe(tmp_path, leave=["new", "value"])
+    follower.update(state)
+    assert torch.equal(state["weight"], torch.ones(3) + 1)

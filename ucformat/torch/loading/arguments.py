@@ -76,7 +76,10 @@ class LoadArguments(RestoreArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a rank loads: arguments of `load`."""
+    """How a rank loads: arguments of `load`.
+
+    `complete` refuses, before anything is changed, what the state has no place for.
+    """
 
     strict: Strict = "report"
     rename: Rename | None = None
@@ -90,6 +93,7 @@ class LoadOptions:
     certify: bool = False
     broadcast_group: dist.ProcessGroup | None = None
     progress: Callable[[int], None] | None = None
+    complete: bool = False
 
     @classmethod
     def of(cls, strict: Strict, arguments: RestoreArguments) -> LoadOptions:

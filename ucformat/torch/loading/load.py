@@ -276,7 +276,9 @@ def load_local(
     values = joined.problems.unexpected
     mismatches = replace(joined.problems, unexpected=(*labels.values(), *values))
     mismatches, tolerated = mismatches.of(options.strict)
-    raise_for(mismatches, options.strict, ck.url)
+    left = (*left_labels, *values)
+    refused = replace(mismatches, unexpected=left, inexact=()) if options.complete else mismatches
+    raise_for(refused, options.strict, ck.url, complete=options.complete)
     amount, failure = ReadAmount(), None
     broadcast_group = options.broadcast_group
     try:
@@ -310,7 +312,7 @@ def load_local(
         lineage,
         launch,
         mismatches,
-        (*left_labels, *values),
+        left,
         tolerated,
     )
 

@@ -518,27 +518,31 @@ def labels_of(keys: Iterable[Key], names: Mapping[str, str]) -> list[str]:
 _MAX_LINES = 40
 
 
-def raise_for(problems: Problems, strict: Strict, url: str) -> None:
+def raise_for(problems: Problems, strict: Strict, url: str, *, complete: bool = False) -> None:
     """Raise one error with all problems, before anything is read.
 
     Args:
+        complete: refuse what only the checkpoint has, too, where there is no argument `strict`.
         strict: True refuses what only the checkpoint has, and what is inexact, too; False ignores
             all problems.
     """
-    lines = problems.lines(unexpected=strict is True)
+    lines = problems.lines(unexpected=complete or strict is True)
     if strict is False or not lines:
         return
     if len(lines) > _MAX_LINES:
         lines = [*lines[:_MAX_LINES], f"and {len(lines) - _MAX_LINES} more"]
-    hints = ["strict=False loads what fits"]
+    hints = [] if complete else ["strict=False loads what fits"]
+    if complete and problems.unexpected:
+        hints.append("leave= names what has no place in the state")
     if problems.dtypes:
         hints.append("cast=True casts")
     if problems.missing:
         hints.append("rename= maps the checkpoint's names to yours")
+    if problems.missing and not complete:
         hints.append('strict="weights", or a list of names, says what must be complete')
     raise StateMismatch(
         f"{url} does not fit the state to be loaded; nothing was changed:\n  " + "\n  ".join(lines),
-        hint="; ".join(hints),
+        hint="; ".join(hints) or None,
     )
 
 

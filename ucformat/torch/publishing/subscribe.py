@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
 from ucformat.errors import UcformatError, check_keywords
@@ -78,7 +78,7 @@ class Subscription:
     ) -> None:
         check_keywords("subscribe", arguments, RestoreArguments)
         self._channel = Channel(channel)
-        self._options = LoadOptions.of("report", arguments)
+        self._options = replace(LoadOptions.of("report", arguments), complete=True)
         self._group, self._timeout = group, arguments.get("timeout", TIMEOUT)
         self._current: CurrentVersion | None = None
         self._is_changed = False  # whether the last `update` has changed the state
@@ -210,7 +210,8 @@ class Subscription:
         return UcformatError(
             f"the state is not to be used, since version {version.number} of {self.url} was loaded only in "
             f"part: {error.message}",
-            hint="call update again, which loads the newest version whole",
+            hint="call update again, which loads the newest version whole; if that cannot be loaded, "
+            "publish another one",
         )
 
     def _new(self) -> VersionDoc | None:
