@@ -196,6 +196,17 @@ def test_each_bit_is_protected() -> None:
     assert EncodedStore(inner, opened).read(ENCODED + FILE) == plain
 
 
+def test_only_the_tiles_that_a_range_meets_are_read() -> None:
+    store = MemoryStore("meeting")
+    put(store, [(0, numbers(4, 0), None), (60, numbers(4, 1), None)])
+    index = opened(store, FILE)
+    end, second = 8 + 4, int(index.starts[1])
+    assert index.meeting(0, second) == range(1)
+    assert index.meeting(end - 1, second + 1) == range(2)
+    assert index.meeting(end, second + 1) == range(1, 2)
+    assert index.meeting(second, index.size) == range(1, 2)
+
+
 def test_a_tile_of_another_place_is_refused() -> None:
     inner = MemoryStore("moved")
     put(inner, [(0, numbers(40, 1), None), (0, numbers(40, 2), None)], "raw")
