@@ -14,4 +14,6 @@ EQUIVALENT: dict[str, str] = {
     "places; it only takes longer, as it lists all files of each of them",
     "ucformat/jobs/remnants.py:keep_needed: boundary: plan.left >= plan.stored": "as many bytes are left only if no "
     "tensor that has any is dropped: then the checkpoint stays, or is written once without the empty ones",
+    "ucformat/format/tile_index.py:read_index: boundary: plain > MAX_SPAN": "a file with an index of so many bytes "
+    "would have 2**36 tiles, more than any index may have",
 }
