@@ -425,8 +425,14 @@ def test_long_chains_and_loops(pair: tuple[Checkpoint, Checkpoint], tmp_path: Pa
         bases=(BaseDoc(id=b.id, url="../2"),),
         requires=b.manifest.requires,
     )
+    opened = ucformat.open(b.url)
+    for _ in range(2):  # the second try must not take the loop for one that was checked
+        with pytest.raises(IntegrityError, match="which is based on it"):
+            opened["frozen"].read()
+    problems = ucformat.verify(b.url).problems
+    assert {(p.file, p.kind) for p in problems} == {(a.url, "base")}
     with pytest.raises(IntegrityError, match="which is based on it"):
-        ucformat.open(b.url)["frozen"].read()
+        ucformat.copy(b.url, tmp_path / "copies" / "2", with_bases=True)
 
 
 def test_own_files_are_not_those_of_a_base(pair: tuple[Checkpoint, Checkpoint]) -> None:

@@ -69,17 +69,19 @@ class OpenedBases:
     def link(self, checkpoint: str, base: Manifest) -> str | None:
         """Record that a checkpoint is based on one that is open; or return why it must not be."""
         self._bases.setdefault(base.id, base.bases)
+        depths = self._depths.copy()  # kept only if the link is: the next try must find it, too
         links = [(checkpoint, base.id)]
         while links:
             above, below = links.pop()
             if below == checkpoint:
                 return "which is based on it"
-            if self._depths.get(below, 0) > self._depths[above]:
+            if depths.get(below, 0) > depths[above]:
                 continue
-            self._depths[below] = self._depths[above] + 1
-            if self._depths[below] > MAX_CHAIN:
+            depths[below] = depths[above] + 1
+            if depths[below] > MAX_CHAIN:
                 return f"and {MAX_CHAIN} checkpoints are based on it in turn"
             links += [(below, doc.id) for doc in self._bases[below] if doc.id in self._bases]
+        self._depths = depths
         return None
 
 

@@ -41,7 +41,7 @@ from ucformat.format.structure import (
     sibling_name,
 )
 from ucformat.format.tile_index import TileIndex
-from ucformat.format.universal import grid_of
+from ucformat.format.universal import Universal, grid_of
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.dependents import need_base
 from ucformat.jobs.documents import copy_document
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.format.audit import AuditItem
-    from ucformat.format.universal import Universal
     from ucformat.geometry.tensor import Block
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import FileWriter, Store
@@ -524,8 +523,8 @@ def _find_missing(
                 f"checkpoint, {planned.id}",
                 hint="copy it to another folder",
             )
-        base = open_reference(source.bases.place(number)).universal
-        assert base is not None  # noqa: S101 - only a universal checkpoint is a base
+        base = source.bases.opened(number)  # which refuses loops
+        assert isinstance(base, Universal)  # noqa: S101 - only a universal checkpoint is a base
         missing.pop(place, None)  # so that it comes before all that are based on it
         missing[place] = base
         _find_missing(base, place, missing, with_bases=True)
