@@ -77,10 +77,14 @@ def first_names(names: Iterable[object], most: int, separator: str = ", ") -> st
 
 
 class UcformatError(Exception):
-    """Base class of all errors of ucformat; `exit_code` is the exit status of the command line."""
+    """Base class of all errors of ucformat; `exit_code` is the exit status of the command line.
+
+    `in_base` is the place of the base in which the fault is; None if it is in none.
+    """
 
     exit_code = 1
     usual_hint: str | None = None
+    in_base: str | None = None
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         self.message = hide(message)

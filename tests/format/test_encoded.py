@@ -64,8 +64,8 @@ class Tiles:
     def read_of_base(self, number: int, key: Key, boxes: Sequence[Box]) -> int:
         raise AssertionError(number, key, boxes)
 
-    def describe_base(self, number: int) -> str:
-        return f"this and its base {number}"
+    def wrong_base(self, number: int) -> ChecksumError:
+        return ChecksumError(f"the base {number} is another one")
 
     def lossy_dtype(self, key: Key) -> np.dtype[np.float32]:
         return np.dtype(np.float32)

@@ -131,9 +131,13 @@ def test_another_base_is_told(tmp_path: Path) -> None:
     with pytest.raises(ChecksumError) as error:
         ucformat.open(tmp_path / "1")["w"].read()
     assert "w (weight): the tile " in error.value.message
-    assert f"{tmp_path / '1'} and its base {base.id} (../0) do not belong" in error.value.message
+    place = str(tmp_path / "0")
+    assert f"{base.id} of {tmp_path / '1'} at {place} is damaged, or another" in error.value.message
+    assert f"`ucp verify {place}` names its damage" in str(error.value.hint)
+    assert error.value.in_base == place
     problems = ucformat.verify(tmp_path / "1").problems
-    assert {(p.name, p.state) for p in problems} == {KEY}  # no other has patches
+    # no other has patches
+    assert {(p.name, p.state, p.file, p.kind) for p in problems} == {(*KEY, place, "base")}
     (tmp_path / "0").rename(tmp_path / "elsewhere")
     with pytest.raises(MissingData, match=f"based on the checkpoint {base.id} at"):
         ucformat.open(tmp_path / "1")["w"].read()

@@ -282,6 +282,29 @@ def test_a_damaged_base_makes_no_patch(tmp_path: Path) -> None:
         ucformat.open(tmp_path / "b")
 
 
+def test_a_fault_of_a_base_is_reported_as_that_of_the_base(tmp_path: Path) -> None:
+    a = put(tmp_path / "a", trained(0))
+    b = ucformat.patch(a, source(trained(1)), tmp_path / "b")
+    c = ucformat.patch(b, source(trained(2)), tmp_path / "c")
+    chunks = {}
+    for name in ("up", "frozen"):
+        (chunks[name], *_) = sorted((tmp_path / "a" / "data").glob(f"*/weight/{name}/c/*/*"))
+        with chunks[name].open("r+b") as file:
+            file.write(bytes(64))
+    problems = {p.name: p for p in ucformat.verify(c.url).problems}
+    assert problems.keys() == {"up", "frozen"}
+    assert {(p.file, p.kind) for p in problems.values()} == {(a.url, "base")}
+    assert f"in the base {a.id} at {a.url}: the chunk " in problems["up"].reason
+    assert f"of {chunks['frozen']} is damaged" in problems["frozen"].reason
+
+    (tmp_path / "a").rename(tmp_path / "elsewhere")
+    missing = ucformat.verify(c.url).problems
+    assert {(p.file, p.kind) for p in missing} == {(a.url, "base")}
+    # the others are not patches
+    assert {p.name for p in missing} == {"frozen", "up", "emb", "none"}
+    assert len(missing) == 4  # once, not for each tile
+
+
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch_files, "FILE_BYTES", 1 << 16)

@@ -23,6 +23,7 @@ from ucformat.errors import (
     UnsupportedError,
 )
 from ucformat.format.arrays import metadata_documents, shard_key
+from ucformat.format.bases import place_of_base
 from ucformat.format.digest import (
     file_digest,
     shard_digests_nbytes,
@@ -332,11 +333,14 @@ def block_problems(
                     )
                 )
         except damages as error:
-            kind: Literal["differs", "other"] = (
-                "differs" if isinstance(error, ChecksumError) else "other"
-            )
-            reason = error.message.removeprefix(f"{key}: ")  # which a problem begins with, too
-            problems.append(Problem(file, reason, *key, kind=kind))
+            if error.in_base is not None:
+                problems.append(_problem_of_base(error.in_base, error.message, key))
+            else:
+                kind: Literal["differs", "other"] = (
+                    "differs" if isinstance(error, ChecksumError) else "other"
+                )
+                reason = error.message.removeprefix(f"{key}: ")  # which a problem begins with, too
+                problems.append(Problem(file, reason, *key, kind=kind))
             # each tile would say the same, of the file or of a base that is not there
             if ENCODED in file and (isinstance(error, MissingData) or not has_image(store, file)):
                 unreadable.add(file)
@@ -370,15 +374,19 @@ def referenced(source: Universal) -> Iterator[Check]:
 
 
 def _check_referenced(source: Universal, doc: TensorDoc) -> tuple[bytes, list[Problem]]:
-    base = source.manifest.bases[doc.base or 0].url
+    base = place_of_base(source.store.url, source.manifest.bases[doc.base or 0].url)
     info = TensorInfo(doc.name, doc.state, doc.stored_dtype, doc.shape)
     try:
         if read_fingerprint(source, info) == doc.fingerprint:
             return b"", []
         reason = WRONG_FINGERPRINT
     except (IntegrityError, NotFound, PermissionDenied, UnsupportedError) as error:
-        reason = error.message
-    return b"", [Problem(base, f"in its base: {reason}", *info.key)]
+        reason, base = error.message, error.in_base or base
+    return b"", [_problem_of_base(base, reason, info.key)]
+
+
+def _problem_of_base(place: str, reason: str, key: Key) -> Problem:
+    return Problem(place, f"in its base: {reason.removeprefix(f'{key}: ')}", *key, kind="base")
 
 
 _PART = 4 << 20  # bytes of each of two replicas in memory at once

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucformat.errors import IntegrityError
+from ucformat.errors import ChecksumError, IntegrityError, UcformatError
+from ucformat.format.bases import place_of_base
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo, Tiles
 from ucformat.reading.dtypes import numpy_dtype
@@ -76,6 +77,16 @@ class PatchedTiles:
         self, number: int, key: Key, boxes: Sequence[Box], outs: Sequence[memoryview]
     ) -> None:
         """Read boxes of a tensor of a base, each row-major into memory of exactly its bytes."""
+        try:
+            self._read_base(number, key, boxes, outs)
+        except UcformatError as error:
+            if error.in_base is None:
+                error.in_base = place_of_base(self._home, self._bases.docs[number].url)
+            raise
+
+    def _read_base(
+        self, number: int, key: Key, boxes: Sequence[Box], outs: Sequence[memoryview]
+    ) -> None:
         base, info = self._tensor(number, key)
         if self._shared is None or base.docs[key].codec == TILES:  # those tiles are shared already
             read_boxes(base, info, boxes, outs)
@@ -96,10 +107,17 @@ class PatchedTiles:
         item = _item(info, base.extents(key, hull(boxes)), boxes)
         return make_plan([item], costs=base.store.costs).through(base.store).bytes_read
 
-    def describe_base(self, number: int) -> str:
-        """What errors name: the checkpoint, and its base."""
-        doc = self._bases.docs[number]
-        return f"{self._home} and its base {doc.id} ({doc.url})"
+    def wrong_base(self, number: int) -> ChecksumError:
+        """The error if the bytes of a base are not those of which a tile is a patch."""
+        doc, place = self._bases.docs[number], self._bases.place(number)
+        error = ChecksumError(
+            "with the bytes of the base it has other bytes than were saved, so the base "
+            f"{doc.id} of {self._home} at {place} is damaged, or another one is there",
+            hint=f"`ucp verify {place}` names its damage; if there is none, bring the right base "
+            "back, or restore this checkpoint from a copy that is whole",
+        )
+        error.in_base = place
+        return error
 
     def lossy_dtype(self, key: Key) -> np.dtype[Any]:
         """The dtype of a tensor whose tiles may be encoded with loss."""

@@ -85,11 +85,12 @@ class Problem:
     """One fault of a checkpoint.
 
     Attributes:
-        file: the key of the file that has it.
+        file: the key of the file that has it, or the place of the base.
         name: the name of the tensor that is affected; None if no single one is.
         chunk: the coordinates of the damaged chunk in the tensor's chunk grid; None if it is not a
             chunk.
-        kind: whether the file is missing, or its bytes differ from a checksum or digest.
+        kind: whether the file is missing, its bytes differ from a checksum or digest, or the fault
+            is in a base.
     """
 
     file: str
@@ -97,7 +98,7 @@ class Problem:
     name: str | None = None
     state: str | None = None
     chunk: tuple[int, ...] | None = None
-    kind: Literal["missing", "differs", "other"] = "other"
+    kind: Literal["missing", "differs", "base", "other"] = "other"
 
     def __str__(self) -> str:
         tensor = "" if self.name is None else f"{self.name} ({self.state})"

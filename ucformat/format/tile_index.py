@@ -78,8 +78,8 @@ class Tiles(Protocol):
     def read_of_base(self, number: int, key: Key, boxes: Sequence[Box]) -> int:
         """The bytes that `read_base` reads."""
 
-    def describe_base(self, number: int) -> str:
-        """The checkpoint and its base, for errors."""
+    def wrong_base(self, number: int) -> ChecksumError:
+        """The error if the bytes of a base are not those of which a tile is a patch."""
 
     def lossy_dtype(self, key: Key) -> np.dtype[Any]:
         """The dtype of a tensor whose tiles may be encoded with loss.
@@ -243,11 +243,13 @@ class TileIndex(Image):
         key, box = self._tiles.locate(self.file, int(self.starts[number]))
         at = int(self.stored_starts[number])
         end = at + int(self.stored_sizes[number])
-        return type(error)(
+        named = type(error)(
             f"{key}: the tile {box} at bytes {at}:{end} of {self.file} cannot be decoded: "
             f"{error.message}",
-            hint=_HINT,
+            hint=error.hint if error.in_base else _HINT,
         )
+        named.in_base = error.in_base
+        return named
 
     def is_plain(self, number: int) -> bool:
         """See Image."""
@@ -268,12 +270,8 @@ class TileIndex(Image):
 
     def _check_patched(self, number: int, out: memoryview) -> None:
         """Check what a patch has made of the bytes of a base: others would make other bytes."""
-        entry = self.entries[number]
         if not self._has_checksum(number, out):
-            raise ChecksumError(
-                "with the bytes of the base it has other bytes than were saved, so "
-                f"{self._tiles.describe_base(int(entry['base']))} do not belong together"
-            )
+            raise self._tiles.wrong_base(int(self.entries[number]["base"]))
 
     def fill_bases(self, outs: Mapping[int, memoryview]) -> None:
         """See Image."""

@@ -160,7 +160,7 @@ def verify(
         len(ck.tensors),
         sum(c.nbytes for c in verified),
         sum(c.unverified for c in verified),
-        tuple(sorted(problems, key=lambda p: (p.file, p.chunk or (), p.reason))),
+        tuple(sorted(dict.fromkeys(problems), key=lambda p: (p.file, p.chunk or (), p.reason))),
         unprotected(ck),
         part,
         ck.metadata.part_of,

@@ -24,7 +24,7 @@ from ucformat.storage.base import read_ranges, stored_key
 from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.strided import SHORT_ROW, checksum, fill
-from ucformat.storage.wrappers import first_info
+from ucformat.storage.wrappers import first_info, routed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -118,7 +118,7 @@ def read_chunks(
     def read() -> None:
         fill_next = partial(store.read_into, tiles.file, offsets[0])
         try:
-            _fill_blocks(tiles.file, block, offsets, outs, fill_next, label)
+            _fill_blocks(store, tiles.file, block, offsets, outs, fill_next, label)
         except NotFound as error:
             raise MissingData(f"{label}: {error.message}") from error
 
@@ -384,8 +384,8 @@ def _read_borrowed(
         for r in batch:
             if r.count == 1:
                 view = next(views)
-                if not _fill_in_place(r, partial(_fill_from, view), memories, labels):
-                    _copy_out(r, view, memories, labels)
+                if not _fill_in_place(store, r, partial(_fill_from, view), memories, labels):
+                    _copy_out(store, r, view, memories, labels)
                 continue
             copy = r.copies[0]
             for k in range(r.count):
@@ -403,24 +403,28 @@ def _read_one(
     """Read one request; returns the scratch buffer, which may have grown."""
     if r.count > 1:
         return _read_rows(store, r, memories, scratch)
-    if _fill_in_place(r, partial(store.read_into, r.file, r.offset), memories, labels):
+    if _fill_in_place(store, r, partial(store.read_into, r.file, r.offset), memories, labels):
         return scratch
     if scratch.size < r.nbytes:
         scratch = np.empty(r.nbytes, np.uint8)
     data = scratch.data[: r.nbytes]  # the rest is left over from an earlier request
     store.read_into(r.file, r.offset, [data])
-    _copy_out(r, data, memories, labels)
+    _copy_out(store, r, data, memories, labels)
     return scratch
 
 
 def _copy_out(
-    r: Request, view: memoryview, memories: Sequence[Memory], labels: Sequence[str]
+    store: Store,
+    r: Request,
+    view: memoryview,
+    memories: Sequence[Memory],
+    labels: Sequence[str],
 ) -> None:
     """Verify the bytes of a request and copy them to their destinations."""
     for copy in r.copies:
         if (block := copy.block) is not None:
             checks = (_checksums(r, block, k * copy.src_step, view) for k in range(copy.count))
-            _check(r.file, block, checks, labels[copy.buffer])
+            _check(store, r.file, block, checks, labels[copy.buffer])
         _copy(copy, view, memories[copy.buffer])
 
 
@@ -501,7 +505,11 @@ def _strided(
 
 
 def _fill_in_place(
-    r: Request, fill_next: Fill, memories: Sequence[Memory], labels: Sequence[str]
+    store: Store,
+    r: Request,
+    fill_next: Fill,
+    memories: Sequence[Memory],
+    labels: Sequence[str],
 ) -> bool:
     """Fill the destinations of a request's bytes with them if their order allows, and verify chunks; False if not."""
     if len(r.copies) != 1:
@@ -514,11 +522,12 @@ def _fill_in_place(
         fill_next(direct, None)
         return True
     starts = [block.offset + k * copy.src_step for k in range(copy.count)]
-    _fill_blocks(r.file, block, starts, direct, fill_next, labels[copy.buffer])
+    _fill_blocks(store, r.file, block, starts, direct, fill_next, labels[copy.buffer])
     return True
 
 
 def _fill_blocks(
+    store: Store,
     file: str,
     block: Block,
     starts: Sequence[int],
@@ -530,7 +539,7 @@ def _fill_blocks(
     crcs = [_start(file, block, at) for at in starts]
     if block.crc32c is not None:
         fill_next(buffers, crcs)
-        _check(file, block, zip(starts, crcs, repeat(block.crc32c)), label)
+        _check(store, file, block, zip(starts, crcs, repeat(block.crc32c)), label)
         return
     stored = [bytearray(4) for _ in buffers]
     chunks_and_checksums = [
@@ -540,7 +549,7 @@ def _fill_blocks(
     crcs = [c for crc in crcs for c in (crc, 0)]
     fill_next(chunks_and_checksums, crcs)
     expected = (int.from_bytes(s, "little") for s in stored)
-    _check(file, block, zip(starts, crcs[::2], expected, strict=True), label)
+    _check(store, file, block, zip(starts, crcs[::2], expected, strict=True), label)
 
 
 def _fill_from(data: memoryview, buffers: Sequence[memoryview], crcs: Checksums | None) -> None:
@@ -548,6 +557,7 @@ def _fill_from(data: memoryview, buffers: Sequence[memoryview], crcs: Checksums 
 
 
 def _check(
+    store: Store,
     file: str,
     block: Block,
     checks: Iterable[tuple[int, int, int]],
@@ -556,9 +566,11 @@ def _check(
     """Compare checksums: of each chunk its offset, the checksum of its bytes, and the one that is stored."""
     for offset, crc, expected in checks:
         if crc != expected:
+            own = stored_key(file)
+            other, key = routed(store, own)
             raise ChecksumError(
                 f"{label}: the chunk at bytes {offset}:{offset + block.nbytes} of "
-                f"{stored_key(file)} is damaged "
+                f"{own if key == own else f'{other.url}/{key}'} is damaged "
                 f"(its crc32c is not {expected:#010x})",
                 hint="restore the file from another copy; `ucp verify` names every damaged chunk",
             )

@@ -94,9 +94,11 @@ def verify(
         )
     out.result(lambda: _describe(report), lambda: _data(report), lambda: map(str, report.problems))
     if not report:
+        what = {"bases" if p.kind == "base" else "files" for p in report.problems}
         raise ChecksumError(
             f"{report.url} is damaged: {plural(len(report.problems), 'problem')}",
-            hint="restore the files named in brackets from another copy of the checkpoint",
+            hint=f"restore the {' and '.join(sorted(what, reverse=True))} named in brackets from "
+            "another copy of the checkpoint",
         )
 
 
