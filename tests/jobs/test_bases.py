@@ -223,7 +223,13 @@ def test_copies(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=f"based on the checkpoint {a.id}"):
         ucformat.copy(c, tmp_path / "backup" / "3")
     assert not (tmp_path / "backup").exists()
+    cost = ucformat.estimate("copy", c, tmp_path / "backup" / "3", with_bases=True)
+    assert cost.files > ucformat.estimate("copy", c, tmp_path / "run" / "4").files
     assert ucformat.copy(c, tmp_path / "backup" / "3", with_bases=True).id == c.id
+    written = [file for file in (tmp_path / "backup").rglob("*") if file.is_file()]
+    assert cost.bytes_written <= sum(file.stat().st_size for file in written)
+    with pytest.raises(UnsupportedError, match="it is not there"):
+        ucformat.estimate("copy", c, tmp_path / "else" / "3")
     shutil.rmtree(tmp_path / "run" / "1")
     assert is_read(str(tmp_path / "backup" / "3"), arrays)
     assert set(dependents_at(open_store(tmp_path / "backup" / "1"), "")) == {c.id}

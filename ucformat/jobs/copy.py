@@ -482,8 +482,7 @@ def _universal(ck: Checkpoint) -> Universal:
 
 def _put_bases(source: Universal, store: Store, options: WriteOptions, *, with_bases: bool) -> None:
     """Have the bases of a checkpoint where its copy expects them, and those of these."""
-    missing: dict[str, Universal] = {}
-    _find_missing(source, store.url, missing, with_bases=with_bases)
+    missing = missing_bases(source, store.url, with_bases=with_bases)
     for place, base in missing.items():
         if url_of_base(store.url, place) == url_of_base(store.url, store.url):
             raise UsageError(
@@ -495,15 +494,21 @@ def _put_bases(source: Universal, store: Store, options: WriteOptions, *, with_b
         copy(Checkpoint(base), place, workers=options.workers)
 
 
-def _find_missing(
-    source: Universal, home: str, missing: dict[str, Universal], *, with_bases: bool
-) -> None:
-    """Find the bases that are to be copied for a copy of a checkpoint at `home`, by their new places.
+def missing_bases(source: Universal, home: str, *, with_bases: bool) -> dict[str, Universal]:
+    """The bases that are to be copied for a copy of a checkpoint at `home`, by their new places.
 
     Raises:
         UnsupportedError: one is not where the copy expects it, and is not to be copied.
         Conflict: another checkpoint is, or is to be, where one is to be copied.
     """
+    missing: dict[str, Universal] = {}
+    _find_missing(source, home, missing, with_bases=with_bases)
+    return missing
+
+
+def _find_missing(
+    source: Universal, home: str, missing: dict[str, Universal], *, with_bases: bool
+) -> None:
     for number, doc in enumerate(source.manifest.bases):
         place = place_of_base(home, doc.url)
         there = find_manifest(open_store(place), UcformatError)

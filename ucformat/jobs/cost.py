@@ -17,7 +17,7 @@ from ucformat.geometry.box import row_major
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.jobs.compact import arrays_codec, find_anchor, is_compact
 from ucformat.jobs.convert import based_tensors, chosen, lossy_tensors
-from ucformat.jobs.copy import CopyJob
+from ucformat.jobs.copy import CopyJob, missing_bases
 from ucformat.jobs.increments import Comparison, open_base
 from ucformat.jobs.opening import by_outermost, left_inside, tree_of, try_open, unchanged
 from ucformat.jobs.patch import nothing_alike
@@ -285,6 +285,7 @@ def estimate(
     encode: Mapping[str, str] | None = None,
     fold: bool = False,
     verify: bool = True,
+    with_bases: bool = False,
 ) -> Cost:
     """Estimate what a job costs; reads metadata alone, and writes nothing.
 
@@ -303,6 +304,7 @@ def estimate(
         encode: as for `convert`.
         fold: as for `compact`.
         verify: as for `convert`.
+        with_bases: as for `copy`.
 
     Raises:
         UsageError: there is no such job, or it has no destination, or no base; or as the job itself.
@@ -328,13 +330,14 @@ def estimate(
             raise UnsupportedError(
                 f"{ck.url} is a checkpoint of {ck.kind}, which is not copied", hint="convert it"
             )
-        sizes = [item.nbytes for item in CopyJob(ck, store).files]
-        return _cost(
-            [(ck.store, sum(math.ceil(n / _READ) for n in sizes), sum(sizes))],
-            store,
-            sizes,
-            workers,
-        )
+        missing = missing_bases(ck.universal, store.url, with_bases=with_bases)
+        copied = [(ck, store), *((Checkpoint(b), open_store(at)) for at, b in missing.items())]
+        reads, sizes = list[_Reads](), list[int]()
+        for original, place in copied:
+            files = [item.nbytes for item in CopyJob(original, place).files]
+            reads.append((original.store, sum(math.ceil(n / _READ) for n in files), sum(files)))
+            sizes += files
+        return _cost(reads, store, sizes, workers)
     if job == "compact":
         if is_compact(ck, store if dst is not None else None, fold=fold, codec=codec):
             return _cost((), store, (), workers)

@@ -197,7 +197,14 @@ def copy(src: str, dst: str, work: Work, out: Output) -> None:
 
     if work.dry_run:
         job: Literal["copy", "materialize"] = "materialize" if work.codec else "copy"
-        cost = ucformat.estimate(job, src, dst, workers=work.workers, codec=work.codec)
+        cost = ucformat.estimate(
+            job,
+            src,
+            dst,
+            workers=work.workers,
+            codec=work.codec,
+            with_bases=work.with_bases,
+        )
         print_cost(cost, out)
         return
     begun = time.perf_counter()
