@@ -33,6 +33,13 @@ def run7(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run7"
 
 
+def test_what_is_not_converted_is_not_unverified(run: Run, run7: Path) -> None:
+    run("export", "safetensors", "0", run7 / "exported")
+    note = "converted without verification"
+    assert f"2 tensors {note}" in run("convert", "exported", "x").stderr
+    assert note not in run("convert", "exported", "y", "--base", "0").stderr
+
+
 def test_a_chain_and_back(run: Run, run7: Path) -> None:
     before = ucformat.open(run7 / "2")["up"].read()
     done = run("patch", "0", "1", "p1").stdout
@@ -50,8 +57,9 @@ def test_a_chain_and_back(run: Run, run7: Path) -> None:
     assert "`ucp compact` makes it whole" in shown
 
     assert run("compact", "p2", "-q", "--fold").stdout.strip() == found["id"]
-    again = run("compact", "p2", "--fold").stderr
-    assert "depends on one whole checkpoint at most: nothing to do" in again
+    again = run("compact", "p2", "--fold")
+    assert "depends on one whole checkpoint at most: nothing to do" in again.stderr
+    assert "written" not in again.stdout
     whole = object_of(run("compact", "p2", "--codec", "none", "--json").stdout)
     assert (whole["id"], whole["bases"], whole["bytes_plain"]) == (found["id"], [], 36200)
     assert "depends on no other checkpoint: nothing to do" in run("compact", "p2").stderr

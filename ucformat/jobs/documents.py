@@ -75,7 +75,7 @@ def write_documents(
     if failures:
         first, error = min(failures.items(), key=lambda failure: failure[0])
         others = f", and of {len(failures) - 1:,} other checkpoints," if len(failures) > 1 else ""
-        why = error.message if error.hint is None else f"{error.message} {error.hint}"
+        why = error.message if error.hint is None else f"{error.message} ({error.hint})"
         _log.warning(
             "the catalog's document beside %s%s could not be updated: %s", first, others, why
         )

@@ -142,11 +142,16 @@ def convert(
         )
     verified = ck.manifest.verified
     if verified is not None and (verified.but or not verified.default):
-        bare = len(verified.but) if verified.default else len(ck.tensors) - len(verified.but)
+        but = set(verified.but)
+        bare = sum(
+            not doc.is_referenced and ((doc.name, doc.state) in but) == verified.default
+            for doc in ck.manifest.tensors
+        )
         why = (
             "--no-verify was given" if work.no_verify else "SRC's files have no checksums for them"
         )
-        out.note(f"{plural(bare, 'tensor')} converted without verification: {why}")
+        if bare:
+            out.note(f"{plural(bare, 'tensor')} converted without verification: {why}")
     print_written(ck, seconds, out)
 
 

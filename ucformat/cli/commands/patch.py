@@ -120,14 +120,19 @@ def compact(src: str, dst: str | None, fold: bool, work: Work, out: Output) -> N
         ck = ucformat.compact(
             source, dst, fold=fold, codec=work.codec, **arguments, progress=progress
         )
-    if ck.manifest.attempt == before:
+    is_left = ck.manifest.attempt == before
+    if is_left:
         what = "one whole checkpoint at most" if fold else "no other checkpoint"
         out.note(f"{ck.url} depends on {what}: nothing to do")
-    _print_stored(ck, time.perf_counter() - begun, out)
+    _print_stored(ck, time.perf_counter() - begun, out, is_left=is_left)
 
 
-def _print_stored(ck: Checkpoint, seconds: float, out: Output) -> None:
-    """Print the place and id of a checkpoint, and what it stores itself."""
+def _print_stored(ck: Checkpoint, seconds: float, out: Output, *, is_left: bool = False) -> None:
+    """Print the place and id of a checkpoint, and what it stores itself.
+
+    Args:
+        is_left: nothing was written.
+    """
     from ucformat.jobs.patch import stored_bytes
 
     stored = stored_bytes(ck)
@@ -145,7 +150,9 @@ def _print_stored(ck: Checkpoint, seconds: float, out: Output) -> None:
 
     def lines() -> Iterator[str]:
         in_bases = f", {bytes_text(stored.referenced)} in bases" if stored.referenced else ""
-        amount = f"{bytes_text(stored.plain)} written as {bytes_text(stored.written)}{in_bases}"
-        yield f"{ck.url}  {ck.id}  {plural(len(ck.tensors), 'tensor')}, {amount}, in {seconds:.1f} s"
+        done = "stored" if is_left else "written"
+        amount = f"{bytes_text(stored.plain)} {done} as {bytes_text(stored.written)}{in_bases}"
+        time_taken = "" if is_left else f", in {seconds:.1f} s"
+        yield f"{ck.url}  {ck.id}  {plural(len(ck.tensors), 'tensor')}, {amount}{time_taken}"
 
     out.result(lambda: list(lines()), lambda: data, lambda: [ck.id])
