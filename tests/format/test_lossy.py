@@ -23,6 +23,7 @@ from ucformat.format.lossy import (
     quantize_int8,
     width_for_restores,
 )
+from ucformat.format.lossy_states import LossyCodec
 
 INT8, ADAPTIVE = Encoding.INT8_BLOCKWISE, Encoding.ADAPTIVE
 DTYPES = (np.dtype("f4"), np.dtype("f2"), np.dtype(ml_dtypes.bfloat16))
@@ -202,3 +203,10 @@ def test_what_is_no_payload() -> None:
         bad = adaptive[:4] + struct.pack("<I", block) + adaptive[8:]
         with pytest.raises(IntegrityError):
             dequantize(ADAPTIVE, bad, elements.copy())
+
+
+def test_columns_are_cut_into_blocks() -> None:
+    column = moments(1000).reshape(1000, 1)
+    quantized = LossyCodec.parse("adaptive:3").quantize(column)
+    assert quantized is not None
+    assert len(quantized.payload) < column.nbytes / 8
