@@ -531,7 +531,7 @@ def raise_for(problems: Problems, strict: Strict, url: str, *, complete: bool = 
         return
     if len(lines) > _MAX_LINES:
         lines = [*lines[:_MAX_LINES], f"and {len(lines) - _MAX_LINES} more"]
-    hints = [] if complete else ["strict=False loads what fits"]
+    hints = ["publish what the state has" if complete else "strict=False loads what fits"]
     if complete and problems.unexpected:
         hints.append("leave= names what has no place in the state")
     if problems.dtypes:
@@ -542,7 +542,7 @@ def raise_for(problems: Problems, strict: Strict, url: str, *, complete: bool = 
         hints.append('strict="weights", or a list of names, says what must be complete')
     raise StateMismatch(
         f"{url} does not fit the state to be loaded; nothing was changed:\n  " + "\n  ".join(lines),
-        hint="; ".join(hints) or None,
+        hint="; ".join(hints),
     )
 
 
