@@ -189,6 +189,18 @@ def test_a_base_is_not_removed_while_it_is_needed(root: str, catalog: Catalog) -
     assert is_read(b, model("lora", seed=1))
 
 
+def test_a_base_where_nothing_can_be_written_is_taken_through_a_virtual_one(tmp_path: Path) -> None:
+    shared = put(tmp_path / "shared", model())
+    (tmp_path / "shared" / "needed-by").write_text("in the way")
+    with pytest.raises(PermissionDenied, match=r"cannot record that(.|\n)*--virtual --unprotected"):
+        put(tmp_path / "run/2", model("lora", seed=1), shared)
+    own = ucformat.convert(shared, tmp_path / "run/1", virtual=True, unprotected=True)
+    ck = put(tmp_path / "run/2", model("lora", seed=1), own)
+    assert [base.id for base in ck.manifest.bases] == [own.id]
+    assert not ucformat.verify(ck).problems
+    assert dependents_at(open_store(own.url), own.id) == (ck.id,)
+
+
 def test_a_base_may_be_materialized_in_place(tmp_path: Path) -> None:
     base = packed_with_fingerprints(tmp_path / "1", model())
     ck = put(tmp_path / "2", model("lora", seed=1), base)

@@ -151,7 +151,8 @@ def need_base(base: Home, kept: str, checkpoint: str, home: str) -> None:
             raise PermissionDenied(
                 f"{place} cannot record that {home} is based on it, so it could be removed: "
                 f"{error.message}",
-                hint="make that place writable, or write the checkpoint whole, without a base",
+                hint=f"make that place writable; or `ucp register {place} DST --virtual --unprotected` makes a "
+                "base of it elsewhere, at the risk that it is removed; or write the checkpoint whole",
             ) from error
     else:
         raise contended(store, _key(checkpoint))
