@@ -77,18 +77,22 @@ class PatchedTiles:
         self, number: int, key: Key, boxes: Sequence[Box], outs: Sequence[memoryview]
     ) -> None:
         """Read boxes of a tensor of a base, each row-major into memory of exactly its bytes."""
+        base, info = self._tensor(number, key)
         try:
-            self._read_base(number, key, boxes, outs)
+            self._read_base(base, info, boxes, outs)
         except UcformatError as error:
             if error.in_base is None:
                 error.in_base = place_of_base(self._home, self._bases.docs[number].url)
             raise
 
     def _read_base(
-        self, number: int, key: Key, boxes: Sequence[Box], outs: Sequence[memoryview]
+        self,
+        base: BaseCheckpoint,
+        info: TensorInfo,
+        boxes: Sequence[Box],
+        outs: Sequence[memoryview],
     ) -> None:
-        base, info = self._tensor(number, key)
-        if self._shared is None or base.docs[key].codec == TILES:  # those tiles are shared already
+        if self._shared is None or base.docs[info.key].codec == TILES:  # those tiles are shared already
             read_boxes(base, info, boxes, outs)
             return
 
@@ -98,7 +102,7 @@ class PatchedTiles:
             return out
 
         for box, out in zip(boxes, outs, strict=True):
-            name = f"{base.manifest.id} {key} {box}"
+            name = f"{base.manifest.id} {info.key} {box}"
             out[:] = self._shared.get(name, lambda _, b=box, n=out.nbytes: read(b, n))  # type: ignore[misc]
 
     def read_of_base(self, number: int, key: Key, boxes: Sequence[Box]) -> int:

@@ -253,7 +253,8 @@ class VerifyJob(Job):
         """See Job."""
         for task, digests, problems in json.loads(record):
             problems_found = [
-                Problem(**{**p, "chunk": p["chunk"] and tuple(p["chunk"])}) for p in problems
+                Problem(**{**p, "chunk": None if p["chunk"] is None else tuple(p["chunk"])})
+                for p in problems
             ]
             self.finished.add(task)
             if task >= len(self.checks):
