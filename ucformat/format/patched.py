@@ -92,7 +92,9 @@ class PatchedTiles:
         boxes: Sequence[Box],
         outs: Sequence[memoryview],
     ) -> None:
-        if self._shared is None or base.docs[info.key].codec == TILES:  # those tiles are shared already
+        if (
+            self._shared is None or base.docs[info.key].codec == TILES
+        ):  # those tiles are shared already
             read_boxes(base, info, boxes, outs)
             return
 

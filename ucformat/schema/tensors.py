@@ -7,6 +7,7 @@ somebody asks for.
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from bisect import bisect_left
 from collections import Counter
@@ -469,7 +470,12 @@ def _template(path: StatePath, name: str) -> _Template:
     )
 
 
+_PLAIN_NAME = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]*")  # most are
+
+
 def quoted(name: str) -> str:
     """A name as that of a folder: percent-encoded, except ASCII letters, digits, `.`, `_`, `-`; a leading dot too."""
+    if _PLAIN_NAME.fullmatch(name):
+        return name
     folder = quote(name, safe="", errors="surrogatepass").replace("~", "%7E")
     return "%2E" + folder[1:] if folder.startswith(".") else folder
