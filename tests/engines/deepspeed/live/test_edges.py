@@ -19,6 +19,7 @@ pytestmark = pytest.mark.engine
 Chosen = "Callable[[], Path]"
 
 
+@pytest.mark.front("pipeline_parallelism-*", "optimizer.offloaded_states-*")
 @pytest.mark.parametrize(
     ("what", "says"),
     [
