@@ -1,10 +1,11 @@
 """Increments and patches: what saves of what changed write and cost, and what reading them costs.
 
 `python -m bench.increments`. One process and /dev/shm. A frozen model of 1 GB in bfloat16 with adapters and their
-moments (LoRA), saved whole, on the base, and eight times in a chain, each to a new place; the same model with all weights moved by a step of
-1e-6, as patches; and tables of embeddings of a recommender, of which 1 % of the rows change between saves, by the
-policies of Check-N-Run (Eisenman et al., NSDI 2022). Its figures: 6 to 17 times fewer bytes written, 2.5 to 8 times
-less capacity, of which a part is due to quantization, which is not used here. Times are the best of the rounds.
+moments (LoRA), saved whole, on the base, and eight times in a chain, each to a new place; the same model with all
+weights moved by a step of 1e-6, as patches; and tables of embeddings of a recommender, of which 1 % of the rows change
+between saves, by the policies of Check-N-Run (Eisenman et al., NSDI 2022). Its figures: 6 to 17 times fewer bytes
+written, 2.5 to 8 times less capacity, of which a part is due to quantization, which is not used here. Times are the
+best of the rounds.
 """
 
 from __future__ import annotations
