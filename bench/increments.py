@@ -10,6 +10,7 @@ best of the rounds.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -104,7 +105,10 @@ def lora_in(form: Any, base: State) -> tuple[list[str], list[tuple[str, str, flo
         best(lambda: ucformat.open(chain), 20),
         best(lambda: ucformat.open(whole), 20),
     )
-    loaded, loaded_whole = best(lambda: load(target, chain)), best(lambda: load(target, whole))
+    loaded = loaded_whole = math.inf
+    for _ in range(2 * ROUNDS):
+        loaded = min(loaded, best(lambda: load(target, chain), 1))
+        loaded_whole = min(loaded_whole, best(lambda: load(target, whole), 1))
     assert all(map(torch.equal, tensors(target), tensors(last)))
     seconds = (full_s, again_s, second_s, loaded_whole, loaded)
     row = [form, mb(stored(whole)), mb(written), mb(changed), *(f"{1e3 * s:.0f}" for s in seconds)]
@@ -176,8 +180,6 @@ def steps() -> list[tuple[str, str, float]]:
     )
     return [
         ("patch of a step of 1e-6 / plain bytes", "<= 0.06", patch / plain),
-        ("GB/s of a save of patches, two cores", ">= 1", plain / made_s / 1e9),
-        ("GB/s of a load of patches, two cores", ">= 2", plain / load_s / 1e9),
         ("GB/s of a save of patches, one core", ">= 0.5", plain / core_made_s / 1e9),
         ("GB/s of a load of patches, one core", ">= 1", plain / core_load_s / 1e9),
         ("bytes of patches for an eighth of the rows / their share", "<= 1.1", share),

@@ -14,6 +14,7 @@ import sys
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from operator import mul
 from pathlib import Path
@@ -1117,6 +1118,7 @@ def fingerprint_of(data: bytes, itemsize: int, numbers: Sequence[int] | None = N
     return "".join(f"{s % 2**64:016x}" for s in sums)
 
 
+@lru_cache(1 << 17)  # places in blocks repeat
 def splitmix64(x: int) -> int:
     """The first output of SplitMix64."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
