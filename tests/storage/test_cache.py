@@ -8,6 +8,7 @@ import random
 import shutil
 import stat
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -435,7 +436,10 @@ class TestBound:
 
         def watch() -> None:
             while not done.is_set():
-                if (now := sum(_sizes(cache))) > limit:
+                before = _sizes(cache)
+                # those that are the same after all were counted were there at once
+                now = sum(nbytes for _, nbytes in before.items() & _sizes(cache).items())
+                if now > limit:
                     over.append(now)
 
         def write(seed: int) -> None:
@@ -459,18 +463,15 @@ class TestBound:
         assert CacheFolder(str(cache), limit).usage().entries > 0
 
 
-def _sizes(cache: Path) -> list[int]:
-    found = []
+def _sizes(cache: Path) -> dict[tuple[str, int], int]:
+    """The bytes of each file, by its name and inode."""
+    sizes = {}
     for path in cache.iterdir():
-        try:
-            found.append(
-                path.stat().st_blocks * 512
-                if not path.name.endswith(".tmp")
-                else path.stat().st_size
-            )
-        except FileNotFoundError:
-            continue
-    return found
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            nbytes = status.st_size if path.name.endswith(".tmp") else status.st_blocks * 512
+            sizes[path.name, status.st_ino] = nbytes
+    return sizes
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ucformat.format.bases import BaseCheckpoint, Bases
     from ucformat.format.sidecar import Sidecar
     from ucformat.geometry.tensor import Extent
-    from ucformat.schema.tensors import TensorTable
+    from ucformat.schema.tensors import TensorDoc, TensorTable
     from ucformat.storage.concurrency import Cache
 
 _HERE = ReadOptions(threads=1)
@@ -77,24 +77,18 @@ class PatchedTiles:
         self, number: int, key: Key, boxes: Sequence[Box], outs: Sequence[memoryview]
     ) -> None:
         """Read boxes of a tensor of a base, each row-major into memory of exactly its bytes."""
-        base, info = self._tensor(number, key)
+        doc = self._patch(number, key)
         try:
-            self._read_base(base, info, boxes, outs)
+            self._read_base(doc, boxes, outs)
         except UcformatError as error:
             if error.in_base is None:
                 error.in_base = place_of_base(self._home, self._bases.docs[number].url)
             raise
 
-    def _read_base(
-        self,
-        base: BaseCheckpoint,
-        info: TensorInfo,
-        boxes: Sequence[Box],
-        outs: Sequence[memoryview],
-    ) -> None:
-        if (
-            self._shared is None or base.docs[info.key].codec == TILES
-        ):  # those tiles are shared already
+    def _read_base(self, doc: TensorDoc, boxes: Sequence[Box], outs: Sequence[memoryview]) -> None:
+        base, info = self._bases.with_tensor(doc), _info(doc)
+        # those tiles are shared already
+        if self._shared is None or base.docs[info.key].codec == TILES:
             read_boxes(base, info, boxes, outs)
             return
 
@@ -109,7 +103,8 @@ class PatchedTiles:
 
     def read_of_base(self, number: int, key: Key, boxes: Sequence[Box]) -> int:
         """The bytes that `read_base` reads."""
-        base, info = self._tensor(number, key)
+        doc = self._patch(number, key)
+        base, info = self._bases.with_tensor(doc), _info(doc)
         item = _item(info, base.extents(key, hull(boxes)), boxes)
         return make_plan([item], costs=base.store.costs).through(base.store).bytes_read
 
@@ -135,15 +130,19 @@ class PatchedTiles:
             )
         return numpy_dtype(doc.stored_dtype)
 
-    def _tensor(self, number: int, key: Key) -> tuple[BaseCheckpoint, TensorInfo]:
+    def _patch(self, number: int, key: Key) -> TensorDoc:
+        """A tensor of which tiles are patches of that of a base."""
         doc = self._tensors[self._tensors.row(*key) or 0]
         if doc.base != number:
             raise IntegrityError(
                 f"{self._home}: a tile of {key} is a patch of another base than the manifest says",
                 hint="restore the file, or the manifest, from another copy",
             )
-        info = TensorInfo(doc.name, doc.state, doc.stored_dtype, doc.shape)
-        return self._bases.with_tensor(doc), info
+        return doc
+
+
+def _info(doc: TensorDoc) -> TensorInfo:
+    return TensorInfo(doc.name, doc.state, doc.stored_dtype, doc.shape)
 
 
 def read_boxes(
