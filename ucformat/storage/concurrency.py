@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import threading
 import time
 from collections import OrderedDict
@@ -67,14 +68,16 @@ def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
     It starts with one call after another. Small files in the page cache cost only CPU time, and the
     GIL lets one thread run: eight threads took four times as long to open 100,000 files. Once calls
-    turn out to wait, the rest runs in threads, in copies of the caller's context.
+    turn out to wait, the rest runs in threads, in copies of the caller's context. A thread that the
+    system suspends, because others want its core, does not wait.
     """
     remaining = iter(items)
     out: list[R] = []
-    wall, busy = time.perf_counter(), time.thread_time()
+    wall, busy, waits = time.perf_counter(), time.thread_time(), _waits()
     for item in remaining:
         out.append(call(item))
-        if time.perf_counter() - wall - (time.thread_time() - busy) > _MIN_WAIT * len(out):
+        waited = time.perf_counter() - wall - (time.thread_time() - busy)
+        if waited > _MIN_WAIT * len(out) and _waits() - waits >= len(out):
             break
     rest = list(remaining)
     if rest:
@@ -82,6 +85,11 @@ def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
             context = [copy_context() for _ in rest]
             out += pool.map(lambda item, own: own.run(call, item), rest, context)
     return out
+
+
+def _waits() -> int:
+    """How often this thread has given up its core to wait for something."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:

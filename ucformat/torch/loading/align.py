@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.loading.find import asked_entries, find_tensors, left_values
 from ucformat.torch.loading.match import Problems, fits, stored_names
 from ucformat.torch.loading.optimizers import place_states
@@ -57,6 +59,7 @@ class AlignedState:
         return bool(self.collected.groups or self.collected.optimizer_dicts)
 
 
+@gc_paused()
 def align(
     state: Mapping[str, Any],
     ck: Checkpoint,
@@ -81,9 +84,7 @@ def align(
     problems |= find_tensors(collected, recorded)
     problems |= fit_wrappers(collected, recorded)
     if to_fill:
-        for path, tensor in collected.tensors.items():
-            if not isinstance(tensor, ShardedTensor):
-                check_fillable(str(collected.keys[path]), memory_of(tensor))
+        _check_lazy(collected)
     take_values(collected, recorded)
     if to_fill:
         resize_extra_states(collected, recorded)
@@ -99,3 +100,15 @@ def align(
         | Problems(unexpected=left_values(collected, recorded, entries, options.leave))
     )
     return AlignedState(collected, recorded, targets, aliases, entries, objects, groups, problems)
+
+
+def _check_lazy(collected: CollectedState) -> None:
+    """Check that no tensor is a lazy view; that each has memory of its own, `collect` and `locals_of` check."""
+    # a subclass may answer for its memory
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        for path, tensor in collected.tensors.items():
+            if isinstance(tensor, ShardedTensor):
+                continue
+            memory = memory_of(tensor)
+            if memory.is_conj() or memory.is_neg():
+                check_fillable(str(collected.keys[path]), memory)

@@ -503,6 +503,7 @@ def asked_tensors(
     return AskedTensors(*(np.packbits(np.fromiter(b, np.bool_, count)) for b in (asked, placed)))
 
 
+@gc_paused()
 def renamed_keys(keys: Iterable[Key], names: Mapping[str, str]) -> list[Key]:
     """Return the names and states that tensors of a checkpoint have in the state."""
     # reversed, so that of tied names the first one stays

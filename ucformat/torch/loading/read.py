@@ -15,6 +15,7 @@ from ucformat.geometry.box import Box, is_non_overlapping, row_major
 from ucformat.geometry.tensor import FileRun, Piece, Tiles
 from ucformat.reading.execute import ReadOptions, read_items
 from ucformat.reading.rank import item_for
+from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.state.elements import blocks_of, host_memory
 from ucformat.torch.state.local import LocalShard
@@ -57,6 +58,15 @@ def read(
 ) -> ReadAmount:
     """Fill targets from a checkpoint."""
     check_targets(matched)
+    return read_checked(ck, matched, options)
+
+
+def read_checked(
+    ck: Checkpoint,
+    matched: Sequence[Matched],
+    options: ReadOptions = _DEFAULTS,
+) -> ReadAmount:
+    """Fill targets that `check_targets` has checked, or parts of them."""
     direct = [m for m in matched if _is_direct(m)]
     synchronize(m.target.tensor for m in direct)
     done = _read_straight(ck, direct, options)
@@ -88,13 +98,14 @@ def _is_direct(m: Matched) -> bool:
 
 def _read_straight(ck: Checkpoint, matched: Sequence[Matched], options: ReadOptions) -> ReadAmount:
     """Read into targets on the host that have the stored dtype."""
-    items = [
-        item_for(ck.source, m.stored, [(n, p) for p in m.target.pieces])
-        for n, m in enumerate(matched)
-        if m.target.pieces
-    ]
-    memories = [host_memory(m.target.tensor) for m in matched]
-    labels = [str(m.target.key) for m in matched]
+    with gc_paused():
+        items = [
+            item_for(ck.source, m.stored, [(n, p) for p in m.target.pieces])
+            for n, m in enumerate(matched)
+            if m.target.pieces
+        ]
+        memories = [host_memory(m.target.tensor) for m in matched]
+        labels = [str(m.target.key) for m in matched]
     plan = read_items(ck.store, items, memories, labels, options)
     return ReadAmount(plan.bytes_read, plan.bytes_unverified)
 

@@ -34,7 +34,7 @@ from ucformat.torch.loading.read import (
     ReadAmount,
     check_targets,
     parts_of,
-    read,
+    read_checked,
     room,
     stored_in,
     target_of,
@@ -345,7 +345,7 @@ def read_shared(
     total, shared_digests = ReadAmount(), set[bytes]()
     if exchange is not None:
         total = _read_rounds(
-            ranks, rounds, exchange, lambda places: read(ck, places, options), failure
+            ranks, rounds, exchange, lambda places: read_checked(ck, places, options), failure
         )
         shared_digests = {s.digest for shared in rounds for s in shared}
     if failure is not None:
@@ -354,7 +354,7 @@ def read_shared(
     for m, parts in zip(matched, cut, strict=True):
         unshared = [part for digest, part in parts.items() if digest not in shared_digests]
         own_targets += [m] if len(unshared) == len(parts) else unshared
-    return total.plus(read(ck, own_targets, options))
+    return total.plus(read_checked(ck, own_targets, options))
 
 
 def _read_rounds(
