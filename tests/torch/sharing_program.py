@@ -166,8 +166,8 @@ def failing(folder: Path, how: str) -> Any:
     dist.barrier()
     name = {
         "plan": "parts_of",
-        "read": "read",
-        "killed": "read",
+        "read": "read_checked",
+        "killed": "read_checked",
         "copy": "target_of",
         "damaged": "",
     }[how]
