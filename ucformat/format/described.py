@@ -20,7 +20,7 @@ import numpy as np
 from ucformat.errors import LayoutError
 from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.geometry.box import Box
-from ucformat.geometry.tensor import FileRun
+from ucformat.geometry.tensor import FileRun, Tiles
 from ucformat.schema.limits import MAX_RANKS, MAX_SPAN, MAX_TILES
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.geometry.distribution import Distribution, Line
-    from ucformat.geometry.tensor import TensorInfo, Tiles
+    from ucformat.geometry.tensor import TensorInfo
     from ucformat.schema.documents import DescribedDoc
 
 #: Bytes: each box of a packed file begins at a multiple of it, so that the file can be mapped;
@@ -73,11 +73,13 @@ def file_order(info: TensorInfo, distribution: Distribution) -> tuple[Any, ...]:
     return (flat, mesh, d.cuts, *kind, d.position, info.name, info.state)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Group:
     """Consecutive rows of one distribution, shape, dtype and tiling, which no flat buffer contains."""
 
     distribution: Distribution
+    shape: tuple[int, ...]
+    tiling: Tiling
     # bytes of a row at each coordinate, padded to the alignment; replicas have one index
     stored: NDArray[np.int64]
     # the byte at which the first row begins in the file of each coordinate
@@ -87,6 +89,14 @@ class _Group:
         """The offset of a row, of which so many of the group precede in its file; of arrays of indices, an array."""
         at = tuple(0 if n == 1 else i for n, i in zip(self.stored.shape, coordinate, strict=True))
         return self.begin[coordinate] + before * self.stored[at]
+
+
+class _Near(NamedTuple):
+    """Tiles near a box: in whose file, those of the first row, and the bytes from one row to the next."""
+
+    rank: int
+    tiles: Tiles
+    step: int
 
 
 class _Placed(NamedTuple):
@@ -170,6 +180,7 @@ class Described:
         self._flat_groups: list[_FlatGroup] = []
         # offsets do not depend on the folder: copies of `in_folder` share the cache
         self._flat_file = lru_cache(maxsize=1 << 14)(self._lay_out_flat)
+        self._near = lru_cache(maxsize=1 << 8)(self._find_near)  # the same for all rows of a group
         if kinds is None:
             own = ((without_position(r.distribution), infos[r.tensor], r.tile) for r in self.rows)
             kinds = [kind_of(d, info.shape, info.itemsize, tile) for d, info, tile in own]
@@ -229,8 +240,9 @@ class Described:
         ends = np.zeros(self.ranks.max(initial=-1) + 1, np.int64)
         for rows in self._parts:
             d, info = rows[0].distribution, self.infos[rows[0].tensor]
-            stored = _stored(d, info.shape, Tiling(rows[0].tile, info.itemsize))
-            group = _Group(d, stored, ends[d.mesh.ranks])
+            tiling = Tiling(rows[0].tile, info.itemsize)
+            stored = _stored(d, info.shape, tiling)
+            group = _Group(d, info.shape, tiling, stored, ends[d.mesh.ranks])
             writers = np.array([r.writer for r in rows], np.int64)
             written = np.bincount(writers, minlength=d.copies)
             sizes = [n if axis in d.replicas else 1 for axis, n in enumerate(d.mesh.sizes)]
@@ -315,12 +327,18 @@ class Described:
     def file_runs(self, tensor: int, within: Box) -> Iterator[Tiles | FileRun]:
         """The extents of a tensor; those at the same place of many files are one `FileRun`."""
         row = self._row[tensor]
-        (_, d, writer, _), shape = self.rows[row], self.infos[tensor].shape
-        if d.flat is not None or not within.size or d.most_parts(shape, within) < _FEWEST:
+        _, d, writer, _ = self.rows[row]
+        if d.flat is not None or not within.size:
             yield from self.extents(tensor, within)
             return
-        tiling = self.tiling(tensor)
         group, before = self._placed.of_row[row]
+        near = self._near(group, writer, within)
+        if near is not None:
+            for rank, t, step in near:
+                file, offset = packed_file(self.folder, rank), t.offset + before * step
+                yield Tiles(t.box, file, offset, t.chunk, t.itemsize, t.steps)
+            return
+        shape, tiling = group.shape, group.tiling
         for line in d.lines(shape, within):
             coordinate = d.coordinate(line.at, writer)
             offsets = group.offset(coordinate, before)
@@ -335,6 +353,19 @@ class Described:
                     continue
                 for tiles in tiling.runs(box, files[0], offset, _across(within, box, line.dim)):
                     yield FileRun(tiles, line.dim, files)
+
+    def _find_near(self, group: _Group, writer: int, within: Box) -> list[_Near] | None:
+        """The tiles of a group's first row near a box; None if the files are so many that runs are looked for."""
+        d = group.distribution
+        if d.most_parts(group.shape, within) >= _FEWEST:
+            return None
+        out = []
+        for at, box in d.holdings(group.shape, within):
+            coordinate = d.coordinate(at, writer)
+            rank, begin = int(d.mesh.ranks[coordinate]), int(group.offset(coordinate, 0))
+            step = int(group.offset(coordinate, 1)) - begin
+            out += [_Near(rank, t, step) for t in group.tiling.runs(box, "", begin, within)]
+        return out
 
     def tiling(self, tensor: int) -> Tiling:
         """How the boxes of a tensor are stored."""

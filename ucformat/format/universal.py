@@ -241,16 +241,19 @@ class Universal:
 
     def file_runs(self, key: Key, within: Box) -> Iterable[Extent | Tiles | FileRun]:
         """See `HasFileRuns`."""
-        doc = self.docs[key]
-        if doc.is_referenced:
-            return self.bases.file_runs(doc, within)
-        described = self._sidecar_of(doc).described if doc.in_sidecar else None
-        row = self.manifest.tensors.row(*key)
-        if described is None or row is None or row not in described:
+        table = self.manifest.tensors
+        row = table.row(*key)
+        if row is None:
+            raise KeyError(key)
+        kind = table.kinds[table.kind[row]]
+        if kind.is_referenced:
+            return self.bases.file_runs(table[row], within)
+        described = self._sidecar_of(kind).described if kind.in_sidecar else None
+        if described is None or row not in described:
             return self.extents(key, within)
         return described.file_runs(row, within)
 
-    def _sidecar_of(self, doc: TensorDoc) -> Sidecar:
+    def _sidecar_of(self, doc: TensorDoc | KindDoc) -> Sidecar:
         """The extents of the tensors that are stored like this one: in encoded files, or plainly."""
         return self.sidecar() if doc.codec is None else self._encoded_sidecar
 

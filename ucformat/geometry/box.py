@@ -67,8 +67,8 @@ class Box:
 def bounding_box(boxes: Iterable[Box]) -> Box | None:
     """The smallest box that contains all of these; None if all of them are empty."""
     nonempty = [box for box in boxes if box.size]
-    if not nonempty:
-        return None
+    if len(nonempty) <= 1:
+        return nonempty[0] if nonempty else None
     start = tuple(map(min, zip(*(box.start for box in nonempty), strict=True)))
     stop = tuple(map(max, zip(*(box.stop for box in nonempty), strict=True)))
     return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
@@ -104,7 +104,10 @@ def unravel(number: Any, counts: Sequence[int]) -> tuple[Any, ...]:
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
     """The distance from the first element to the last."""
-    return sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    distance = 0  # in a loop, since plans ask for each tensor
+    for n, step in zip(shape, strides, strict=True):
+        distance += (n - 1) * step
+    return distance
 
 
 def chunk(n: int, count: int, index: int) -> tuple[int, int]:

@@ -594,6 +594,10 @@ def _start(file: str, block: Block, offset: int) -> int:
 
 def _copy(copy: Copy, data: memoryview, memory: Memory) -> None:
     shape, src_strides, dst_strides = copy.shape, copy.src_strides, copy.dst_strides
+    if copy.count == len(shape) == 1:  # as most small tensors are
+        (n,) = shape
+        memory[copy.dst : copy.dst + n] = np.frombuffer(data, np.uint8, n, copy.src)
+        return
     unit = np.dtype(np.uint8)
     if shape[-1] in (2, 4, 8):  # scattered elements: copy each as one integer
         unit = np.dtype(f"u{shape[-1]}")

@@ -387,8 +387,9 @@ def make_plan(
     requests: list[Request] = []
     needed = unverified = besides = 0
     located = map_io(_located, items)  # a source may ask for the sizes of a tensor's files first
+    planner = _Planner(verify, costs)
     for item, extents in located:
-        item_requests, exposed, extra = _read_tensor(item, extents, verify, costs)
+        item_requests, exposed, extra = planner.read_tensor(item, extents)
         requests += item_requests
         unverified += exposed
         besides += extra
@@ -407,74 +408,111 @@ def _located(item: ReadItem) -> tuple[ReadItem, list[Extent | Tiles | FileRun]]:
     return item, list(first.values())
 
 
-def _read_tensor(
-    item: ReadItem, extents: Sequence[Extent | Tiles | FileRun], verify: Verify, costs: Costs
-) -> tuple[list[Request], int, int]:
-    """The requests for a tensor, the bytes that are not verified, and those that are read only to verify checksums."""
-    requests: list[Request] = []
-    unverified = besides = 0
-    for buffer, piece in item.pieces:
-        if not piece.box.size:
-            continue
-        overlapping = [(e, common) for e in extents if (common := e.box.intersect(piece.box))]
-        _check_coverage(item.info, piece, [(e.file, common) for e, common in overlapping])
-        for extent, common in overlapping:
-            if isinstance(extent, Extent) and extent.leaves_block(item.info.itemsize):
-                raise IntegrityError(
-                    f"{item.info.key}: the bytes of {extent.box} leave the block of "
-                    f"{extent.file} with their checksum",
-                    hint=(
-                        "restore what lists them, the sidecar or the file's own header, from "
-                        "another copy"
-                    ),
-                )
-            if not isinstance(extent, FileRun):
-                extent_requests, exposed, extra = _read_extent(
-                    buffer, piece, extent, common, item.info.itemsize, verify, costs
-                )
-                requests += extent_requests
-                unverified += exposed
-                besides += extra
+#: The requests for a piece and an extent, the bytes that are not verified, and those that are read
+#: only to verify checksums.
+_Planned = tuple[list[Request], int, int]
+
+
+class _Planner:
+    """Plans tensor by tensor; tiles that lie like earlier ones, elsewhere, have the requests of these, moved."""
+
+    def __init__(self, verify: Verify, costs: Costs) -> None:
+        self._verify, self._costs = verify, costs
+        # with the file offset of the tiles
+        self._planned: dict[tuple[object, ...], tuple[int, _Planned]] = {}
+
+    def read_tensor(self, item: ReadItem, extents: Sequence[Extent | Tiles | FileRun]) -> _Planned:
+        """The requests for a tensor, and the bytes."""
+        requests: list[Request] = []
+        unverified = besides = 0
+        for buffer, piece in item.pieces:
+            if not piece.box.size:
                 continue
-            step = (
-                piece.strides[extent.dim] * extent.first.box.shape[extent.dim] * item.info.itemsize
-            )
-            for tiles, others in extent.parts(piece.box):
-                in_first = tiles.box.intersect(piece.box)
-                assert in_first is not None  # noqa: S101 - these are parts of the piece
-                extent_requests, exposed, extra = _read_extent(
-                    buffer, piece, tiles, in_first, item.info.itemsize, verify, costs
+            overlapping = [(e, common) for e in extents if (common := e.box.intersect(piece.box))]
+            _check_coverage(item.info, piece, [(e.file, common) for e, common in overlapping])
+            for extent, common in overlapping:
+                if isinstance(extent, Extent) and extent.leaves_block(item.info.itemsize):
+                    raise IntegrityError(
+                        f"{item.info.key}: the bytes of {extent.box} leave the block of "
+                        f"{extent.file} with their checksum",
+                        hint=(
+                            "restore what lists them, the sidecar or the file's own header, from "
+                            "another copy"
+                        ),
+                    )
+                if not isinstance(extent, FileRun):
+                    extent_requests, exposed, extra = self._read_extent(
+                        buffer, piece, extent, common, item.info.itemsize
+                    )
+                    requests += extent_requests
+                    unverified += exposed
+                    besides += extra
+                    continue
+                step = (
+                    piece.strides[extent.dim]
+                    * extent.first.box.shape[extent.dim]
+                    * item.info.itemsize
                 )
-                requests += (
-                    [r.repeated(others, step) for r in extent_requests]
-                    if others
-                    else extent_requests
-                )
-                unverified += exposed * (1 + len(others))
-                besides += extra * (1 + len(others))
-    return requests, unverified, besides
+                for tiles, others in extent.parts(piece.box):
+                    in_first = tiles.box.intersect(piece.box)
+                    assert in_first is not None  # noqa: S101 - these are parts of the piece
+                    extent_requests, exposed, extra = self._read_extent(
+                        buffer, piece, tiles, in_first, item.info.itemsize
+                    )
+                    requests += (
+                        [r.repeated(others, step) for r in extent_requests]
+                        if others
+                        else extent_requests
+                    )
+                    unverified += exposed * (1 + len(others))
+                    besides += extra * (1 + len(others))
+        return requests, unverified, besides
+
+    def _read_extent(
+        self, buffer: int, piece: Piece, extent: Extent | Tiles, common: Box, itemsize: int
+    ) -> _Planned:
+        """As `read_tensor`, for one piece and one extent."""
+        if isinstance(extent, Extent):
+            return self._new_requests(buffer, piece, extent, common, itemsize)
+        # all that requests depend on, besides the buffer, the file and where in it the tiles begin
+        place = (piece, extent.box, extent.chunk, extent.itemsize, extent.steps, itemsize)
+        key = (*place, ENCODED in extent.file)
+        if (known := self._planned.get(key)) is None:
+            planned = self._new_requests(buffer, piece, extent, common, itemsize)
+            self._planned[key] = extent.offset, planned
+            return planned
+        offset, (requests, unverified, besides) = known
+        by = extent.offset - offset
+        return [_moved(r, extent.file, by, buffer) for r in requests], unverified, besides
+
+    def _new_requests(
+        self, buffer: int, piece: Piece, extent: Extent | Tiles, common: Box, itemsize: int
+    ) -> _Planned:
+        requests: list[Request] = []
+        unverified = besides = 0
+        for inner, outer, block, whole in copies(extent, piece, common, itemsize):
+            if block is None or not _is_checked(
+                extent, block, self._verify, self._costs, whole=whole
+            ):
+                unverified += outer.nbytes * inner.nbytes
+                requests += _ranges(buffer, extent.file, inner.within(outer), self._costs)
+                continue
+            besides += outer.nbytes * (block.stored - inner.nbytes)
+            requests += _whole_chunks(buffer, extent.file, inner, outer, block, self._costs)
+        return requests, unverified, besides
 
 
-def _read_extent(
-    buffer: int,
-    piece: Piece,
-    extent: Extent | Tiles,
-    common: Box,
-    itemsize: int,
-    verify: Verify,
-    costs: Costs,
-) -> tuple[list[Request], int, int]:
-    """As `_read_tensor`, for one piece and one extent."""
-    requests: list[Request] = []
-    unverified = besides = 0
-    for inner, outer, block, whole in copies(extent, piece, common, itemsize):
-        if block is None or not _is_checked(extent, block, verify, costs, whole=whole):
-            unverified += outer.nbytes * inner.nbytes
-            requests += _ranges(buffer, extent.file, inner.within(outer), costs)
-            continue
-        besides += outer.nbytes * (block.stored - inner.nbytes)
-        requests += _whole_chunks(buffer, extent.file, inner, outer, block, costs)
-    return requests, unverified, besides
+def _moved(r: Request, file: str, by: int, buffer: int) -> Request:
+    """The same request elsewhere in a file, for another buffer."""
+    moved = tuple(
+        Copy(
+            *(c.shape, c.src, c.src_strides, c.dst, c.dst_strides, buffer),
+            c.block and Block(c.block.offset + by, c.block.nbytes, c.block.crc32c, c.block.placed),
+            *(c.count, c.src_step, c.dst_step),
+        )
+        for c in r.copies
+    )
+    return Request(file, r.offset + by, r.nbytes, moved, r.count, r.step)
 
 
 def _is_checked(

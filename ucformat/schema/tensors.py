@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -378,18 +378,19 @@ class TensorTable(BaseModel):
         return dict(zip(self.names, range(len(self.names)), strict=True))
 
     @cached_property
-    def _order(self) -> Sequence[int]:
-        """The rows, sorted by name."""
-        return array("i", sorted(range(len(self)), key=self.name.__getitem__))
+    def _order(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The rows, sorted by name, and the number of the name of each."""
+        rows = array("i", sorted(range(len(self)), key=self.name.__getitem__))
+        return rows, array("i", map(self.name.__getitem__, rows))
 
     def rows(self, name: str) -> list[int]:
         """The numbers of the tensors of a name, in order; empty if there is none."""
         number = self._numbers.get(name)
         if number is None:
             return []
-        first = bisect_left(self._order, number, key=self.name.__getitem__)
-        last = bisect_left(self._order, number + 1, key=self.name.__getitem__)
-        return list(self._order[first:last])
+        rows, numbers = self._order
+        first = bisect_left(numbers, number)
+        return list(rows[first : bisect_right(numbers, number, first)])
 
     def row(self, name: str, state: str) -> int | None:
         """The number of the tensor of a name and state; None if there is none."""

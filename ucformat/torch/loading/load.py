@@ -20,6 +20,7 @@ from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS, check_exact
 from ucformat.references import open_reference
 from ucformat.storage.cache.scope import consistent
+from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.url import as_strings
 from ucformat.storage.wrappers import check_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
@@ -157,6 +158,7 @@ def load(
         return replace(report, certificate=certify_state(state, ck, ranks, options).checked())
 
 
+@gc_paused()
 def load_state(
     state: Mapping[str, Any],
     ck: Checkpoint,

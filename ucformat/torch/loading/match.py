@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from ucformat.schema import TORCH_NUMBERS
 from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.url import as_strings
 from ucformat.torch.comm.wire import message
-from ucformat.torch.state.elements import blocks_of
+from ucformat.torch.state.elements import blocks_of, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -63,6 +64,8 @@ class _Region(NamedTuple):
 
 def sharing(targets: Sequence[LocalShard]) -> Iterator[Shared]:
     """Yield pairs of targets that share memory; each target that is one with an earlier view only with that one."""
+    if not _spans_meet(targets):
+        return
     first: dict[tuple[object, ...], _Region] = {}
     for number, target in enumerate(targets):
         for region in _regions(number, target):
@@ -79,6 +82,16 @@ def sharing(targets: Sequence[LocalShard]) -> Iterator[Shared]:
                     min(other.target, region.target), max(other.target, region.target), same=False
                 )
         reaching.append(region)
+
+
+def _spans_meet(targets: Iterable[LocalShard]) -> bool:
+    """Whether any two targets have bytes in common between their first elements and their last ones."""
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + span(t.shape, t.stride(), t.element_size()))
+        for t in (target.tensor for target in targets if target.pieces)
+        if not t.is_meta
+    )
+    return any(stop > start for (_, stop), (start, _) in pairwise(spans))
 
 
 def _regions(number: int, target: LocalShard) -> Iterator[_Region]:
@@ -318,7 +331,7 @@ def match(
                 i for n in known_as if n in names for i in parameter_of(names[n], ck)
             )
         else:
-            candidates = (_stored(replace(info, name=n), ck, names) for n in known_as)
+            candidates = (_stored(n, info, ck, names) for n in known_as)
         stored = next((s for s in candidates if s is not None), None)
         if stored is None:
             missing.append(str(info.key))
@@ -420,8 +433,11 @@ def parameter_of(name: str, ck: Checkpoint) -> list[TensorInfo]:
     return [i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None]
 
 
-def _stored(info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]) -> TensorInfo | None:
-    name = names.get(info.name)
+def _stored(
+    known_as: str, info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]
+) -> TensorInfo | None:
+    """The stored tensor from which one of the state is read, under one of its names."""
+    name = names.get(known_as)
     if name is None:
         return None
     if info.state not in PARAMETER:

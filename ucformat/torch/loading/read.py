@@ -83,9 +83,10 @@ def check_targets(matched: Sequence[Matched]) -> None:
     """Check that targets can be filled."""
     for m in matched:
         tensor = m.target.tensor
-        if m.target.pieces:
-            check_fillable(str(m.target.key), tensor)
-        if m.target.pieces and not is_non_overlapping(tuple(tensor.shape), tensor.stride()):
+        if not m.target.pieces:
+            continue
+        check_fillable(str(m.target.key), tensor)
+        if not (tensor.is_contiguous() or is_non_overlapping(tuple(tensor.shape), tensor.stride())):
             raise UsageError(
                 f"{m.target.key} is expanded: several of its elements share memory",
                 hint="use a tensor with its own memory: tensor.clone()",

@@ -47,8 +47,9 @@ class SavedState:
         self.paths: dict[str, Path] = {}
         for key, paths in ck.metadata.paths.items():
             if names.get(key.name) == key.name:
-                self.paths |= (own_paths := {dotted(p): p for p in paths})
-                self.tensors |= dict.fromkeys(own_paths, key)
+                for path in paths:
+                    text = dotted(path)
+                    self.paths[text], self.tensors[text] = path, key
 
     def stored(self, key: Key) -> Key:
         """Return the key in the checkpoint of a tensor of the state."""
