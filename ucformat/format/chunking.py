@@ -238,11 +238,6 @@ class Grid:
 TILE_BYTES = CHUNK_BYTES
 
 
-@lru_cache(4096)
-def _tile_shape(shape: tuple[int, ...], itemsize: int, target: int) -> tuple[int, ...]:
-    return chunk_shape(shape, itemsize, target)
-
-
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """The tiles of a tensor in packed files, where a box of it is stored tile by tile, each followed by its checksum.
@@ -261,7 +256,7 @@ class Tiling:
     @classmethod
     def of(cls, shape: tuple[int, ...], itemsize: int) -> Tiling:
         """The tiles that writers choose for a tensor."""
-        return cls(_tile_shape(shape, itemsize, TILE_BYTES), itemsize)
+        return _tiling(shape, itemsize, TILE_BYTES)
 
     def grid(self, box: Box) -> tuple[int, ...]:
         """Number of tiles along each dim."""
@@ -279,7 +274,7 @@ class Tiling:
 
     def nbytes(self, box: Box) -> int:
         """Bytes of all tiles with their checksums."""
-        return box.size * self.itemsize + CHECKSUM_BYTES * self.count(box)
+        return _nbytes(self, box)
 
     def runs(self, box: Box, file: str, offset: int, within: Box | None = None) -> Iterator[Tiles]:
         """The tiles of a stored box, those of equal shape together.
@@ -293,7 +288,9 @@ class Tiling:
 
     def boxes(self, box: Box) -> Iterator[Box]:
         """Each tile of a box, in the order of the file."""
-        if not box.size:
+        count = self.count(box)
+        if count < 2:
+            yield from (box,) * count
             return
         dims = [list(_runs(*dim, most=1)) for dim in self.dims(box, box)]
         starts = product(*([run.start for run in runs] for runs in dims))
@@ -335,6 +332,16 @@ class Tiling:
 
 
 @lru_cache(maxsize=1 << 12)  # layers repeat: a model has few distinct shapes
+def _tiling(shape: tuple[int, ...], itemsize: int, target: int) -> Tiling:
+    return Tiling(chunk_shape(shape, itemsize, target), itemsize)
+
+
+@lru_cache(maxsize=1 << 12)
+def _nbytes(tiling: Tiling, box: Box) -> int:
+    return box.size * tiling.itemsize + CHECKSUM_BYTES * tiling.count(box)
+
+
+@lru_cache(maxsize=1 << 12)
 def _placed_runs(
     tiling: Tiling, box: Box, within: Box
 ) -> tuple[tuple[Box, int, tuple[int, ...], tuple[int, ...]], ...]:

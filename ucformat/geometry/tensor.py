@@ -73,7 +73,8 @@ class TensorInfo:
     @property
     def key(self) -> Key:
         """Name and state."""
-        return Key(self.name, self.state)
+        # as `Key(…)`, in half of the time: plans ask for it many times for each tensor
+        return tuple.__new__(Key, (self.name, self.state))
 
     @property
     def itemsize(self) -> int:
@@ -88,7 +89,7 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return self.size * self.itemsize
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -598,12 +598,13 @@ def _joined(shards: Sequence[LocalShard]) -> tuple[tuple[Piece, ...], Memory]:
     """The pieces of all shards of a tensor in one memory; several shards are copied."""
     if len(shards) == 1:
         tensor = shards[0].tensor
-        return shards[0].pieces, host_memory(copied_to_host(tensor))
+        return shards[0].pieces, host_memory(*copied_to_host([tensor]))
     pieces: list[Piece] = []
     parts: list[Memory] = []
     offset = 0
     for shard in shards:
-        dense = copied_to_host(shard.tensor).contiguous()
+        (on_host,) = copied_to_host([shard.tensor])
+        dense = on_host.contiguous()
         pieces += [Piece(p.box, offset, tuple(dense.stride())) for p in shard.pieces]
         parts.append(host_memory(dense))
         offset += dense.numel()

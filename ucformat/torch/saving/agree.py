@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -167,6 +168,7 @@ class Coordinator:
             start: begins the attempt, and returns its id, and how the weights of the safetensors form are written.
         """
         self._encoded |= statement.encoded
+        self._own = statement.descriptions
         self._options, self._start = options, start
         self._summary, self._asked = None, None
 
@@ -202,7 +204,7 @@ class Coordinator:
             return Addressed(AskedOfRanks(), others)
         planned_from = (summary.stated, summary.facts, self._options.form, self._options.encode)
         if self.plan is None or self._planned_from != planned_from:
-            self.plan = join(summary, self._encoded, self._options)
+            self.plan = join(summary, self._encoded, self._options, self._own)
             self._planned_from = planned_from
         plan, all_kept = self.plan, summary.kept.keys() == {self.plan.digest}
         if self._options.replicas == "equal":
@@ -295,13 +297,24 @@ def _differ(key: Key, rank: int, other: int) -> UsageError:
 
 
 @gc_paused()
-def join(summary: Summary, encoded: Mapping[bytes, bytes], options: SaveOptions) -> GlobalPlan:
+def join(
+    summary: Summary,
+    encoded: Mapping[bytes, bytes],
+    options: SaveOptions,
+    own: Mapping[bytes, Description] = MappingProxyType({}),
+) -> GlobalPlan:
     """The plan of all ranks, from all that they state.
 
     Tensors whose descriptions do not fit each other, and those of which some rank lists its boxes, are listed.
+
+    Args:
+        own: descriptions that rank 0 states itself, by their digests.
     """
     stated = sorted(
-        ((r[0][0], d, decode(encoded[d], Description)) for d, r in summary.stated.items()),
+        (
+            (r[0][0], d, own[d] if d in own else decode(encoded[d], Description))
+            for d, r in summary.stated.items()
+        ),
         key=itemgetter(0, 1),
     )
     facts = sorted(

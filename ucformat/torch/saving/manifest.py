@@ -432,7 +432,8 @@ def manifest_of(
             replace(doc, fingerprint=text_of(of_weight))
             for doc, of_weight in zip(plan.weights.docs(), sums, strict=True)
         )
-        tensors = TensorTable.of([*tensors, *weights, *docs])
+        if docs or plan.weights.infos:
+            tensors = TensorTable.of([*tensors, *weights, *docs])
     doc, requires = (None, ()) if sidecar is None else put_sidecar(store, data, sidecar, tensors)
     if references.tensors:
         order = sorted(plan.places, key=plan.places.__getitem__)

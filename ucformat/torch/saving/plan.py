@@ -168,7 +168,8 @@ class SavePlanner:
 
         if not group.rank:
             self._coordinator.begin(statement, options, start)
-        compared = sums if options.replicas == "equal" else None
+        # a single rank has no replica to compare with
+        compared = sums if options.replicas == "equal" and group.size > 1 else None
         answer = agree(group, statement, options, compared, self._exceptions, self._coordinator)
         if answer.exceptions is not None:
             self._exceptions = (digest_of(answer.exceptions), answer.exceptions)

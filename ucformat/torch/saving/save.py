@@ -254,6 +254,7 @@ def _commit(
     return checkpoint_id
 
 
+@gc_paused()
 def save(
     state: Mapping[str, Any], url: str | PathLike[str], **arguments: Unpack[SaveArguments]
 ) -> Saved:
@@ -386,7 +387,7 @@ def save_in_group(
 
     with ranks.sharing_errors():
         info = state_info(state, ranks.links.members, certify=options.certify)
-        memories = [host_memory(copied_to_host(t.tensor)) for t in state.tensors]
+        memories = list(map(host_memory, copied_to_host([t.tensor for t in state.tensors])))
     return write_checkpoint(info, memories, options, metadata, ranks, kept=kept)
 
 

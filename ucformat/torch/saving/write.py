@@ -146,10 +146,7 @@ class _Tile(NamedTuple):
     box: Box
     elements: Elements
     start: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.size * self.info.itemsize
+    nbytes: int
 
     @property
     def is_direct(self) -> bool:
@@ -167,10 +164,10 @@ def _tiles(parts: Sequence[Part]) -> Iterator[_Tile]:
     end = 0
     for part, (info, whole, elements) in enumerate(parts):
         end = align_up(end, ALIGNMENT)
-        tiling = Tiling.of(info.shape, info.itemsize)
-        for offset, box in tiling.placed(whole, end):
-            yield _Tile(part, info, box, elements_within(elements, whole, box), offset)
-        end += tiling.nbytes(whole)
+        for box in Tiling.of(info.shape, info.itemsize).boxes(whole):
+            part_elements = elements if box is whole else elements_within(elements, whole, box)
+            yield _Tile(part, info, box, part_elements, end, part_elements.nbytes)
+            end += part_elements.nbytes + CHECKSUM_BYTES
 
 
 class _Written(NamedTuple):

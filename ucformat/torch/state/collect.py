@@ -22,7 +22,7 @@ from ucformat.reading.readable import IntKey
 from ucformat.reading.state_names import GROUPS, dotted, name_state, optimizer_roots, split_option
 from ucformat.torch.integration import integrations
 from ucformat.torch.state.objects import PerRank, Rng, StateParts, encode
-from ucformat.torch.state.subclasses import RECORD, is_subclass, memory_of, own_memory, take_apart
+from ucformat.torch.state.subclasses import RECORD, check_memory, is_subclass, memory_of, take_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -183,7 +183,7 @@ def collect(
         for root, lives in collected.optimizers.items()
         for live in lives
     ]
-    collected_texts = set(map(dotted, collected.tensors))
+    collected_texts = set(map(dotted, collected.tensors)) if optimized else set()
     hidden = {
         (*o, n): tuple(p.size())
         for o, params in optimized
@@ -212,7 +212,7 @@ def _taken_apart(path: Path, tensor: Any) -> TakenApart | None:
     """A wrapper taken apart; None if it is plain; UsageError if it can be neither saved nor filled."""
     if isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
-            own_memory(dotted(path), shard.tensor)
+            check_memory(dotted(path), shard.tensor)
         return None
     return take_apart(dotted(path), tensor)
 
@@ -476,7 +476,7 @@ def _leaf(value: Any, put: Any) -> ValueSlot:
         return ValueSlot(value.state_dict(), value.load_state_dict)
 
     if isinstance(value, torch.Tensor):
-        own_memory("a per-rank value", value)
+        check_memory("a per-rank value", value)
 
     def set_value(new: Any) -> None:
         if isinstance(value, torch.Tensor):

@@ -21,6 +21,7 @@ from ucformat.geometry.local import Dim, IndexRun, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import GroupPlace, json_key
 from ucformat.reading.state_names import GROUPS, dotted
+from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.memory import dtype_name, synchronize
 from ucformat.torch.state.objects import encode
@@ -91,15 +92,17 @@ class LocalState:
 
 def pieces_in(tensor: torch.Tensor, dims: Sequence[Dim]) -> tuple[Piece, ...]:
     """Return the pieces of a local tensor."""
-    pieces, _ = pieces_of(tuple(dims))
+    return _pieces_in(tuple(dims), tensor.stride() if tensor.device.type == "cpu" else None)
+
+
+@lru_cache(maxsize=1 << 12)  # layers repeat: a model has few distinct shapes
+def _pieces_in(dims: tuple[Dim, ...], strides: tuple[int, ...] | None) -> tuple[Piece, ...]:
+    pieces, _ = pieces_of(dims)
     shape = tuple(d.size for d in dims)
     dense = row_major(shape)
-    strides = tensor.stride() if tensor.device.type == "cpu" else dense
-    if tuple(strides) == dense:
+    if strides is None or strides == dense:
         return pieces
-    return tuple(
-        Piece(p.box, _strided(p.offset, dense, shape, strides), tuple(strides)) for p in pieces
-    )
+    return tuple(Piece(p.box, _strided(p.offset, dense, shape, strides), strides) for p in pieces)
 
 
 def _strided(
@@ -310,6 +313,7 @@ def _of_sharded(name: str, state: str, tensor: ShardedTensor) -> LocalShard:
     return LocalShard(info, pieces_in(local, [Dim.whole(n, a) for a, n in starts_and_sizes]), local)
 
 
+@gc_paused()
 def local_state(state: Mapping[str, Any], names: Mapping[str, int] | None = None) -> LocalState:
     """Collect the local state of this rank from a training state.
 
@@ -357,12 +361,13 @@ def places_of(collected: CollectedState) -> tuple[GroupPlace, ...]:
 
 def locals_of(collected: CollectedState) -> list[LocalShard]:
     """Return the part of each tensor of a state that this rank holds."""
-    return [
-        replace(
-            local_of(*collected.keys[path], t), wrapper=dotted(collected.wrapper_of.get(path, ()))
-        )
-        for path, t in collected.tensors.items()
-    ]
+    locals_by_path = {
+        path: local_of(*collected.keys[path], t) for path, t in collected.tensors.items()
+    }
+    for path in locals_by_path.keys() & collected.wrapper_of.keys():
+        wrapper = dotted(collected.wrapper_of[path])
+        locals_by_path[path] = replace(locals_by_path[path], wrapper=wrapper)
+    return list(locals_by_path.values())
 
 
 def records_of(collected: CollectedState) -> dict[Path, Mapping[str, Any]]:

@@ -17,7 +17,7 @@ from ucformat.schema import ITEMSIZE
 from ucformat.torch.state.subclasses import own_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
 
@@ -98,10 +98,10 @@ def check_fillable(label: str, tensor: torch.Tensor) -> None:
         )
 
 
-def copied_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host: the tensor itself if it is there, else a row-major copy.
+def copied_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors on the host: those that are there themselves, row-major copies of others.
 
-    Waits for all streams of its device.
+    Waits for all streams of their devices.
     """
-    synchronize([tensor])
-    return tensor if tensor.device.type == "cpu" else tensor.contiguous().cpu()
+    synchronize(tensors)
+    return [t if t.device.type == "cpu" else t.contiguous().cpu() for t in tensors]

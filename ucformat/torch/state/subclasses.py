@@ -94,7 +94,7 @@ def is_subclass(tensor: torch.Tensor) -> bool:
 
 def _why_refused(tensor: torch.Tensor) -> str | None:
     keys = torch._C._dispatch_keys(tensor)  # noqa: SLF001 - what computes with it: nothing else tells all kinds
-    if is_subclass(tensor):
+    if keys.has(torch._C.DispatchKey.Python):  # noqa: SLF001 - as in `is_subclass`
         return f"a {class_name(type(tensor))}"
     attributes = () if type(tensor) in (torch.Tensor, torch.nn.Parameter) else _tensors_of(tensor)
     if attributes:
@@ -135,11 +135,16 @@ def _end(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset() * size + span(tensor.shape, tensor.stride(), size))
 
 
-def own_memory(label: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without autograd and subclass, in its memory; lazy conjugates and negatives stay lazy."""
+def check_memory(label: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor has memory of its own, or is a view of such memory."""
     kind = why_refused(tensor)
     if kind is not None:
         raise UsageError(f"{label} is {kind}, which has no plain memory", hint=_hint_for(tensor))
+
+
+def own_memory(label: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without autograd and subclass, in its memory; lazy conjugates and negatives stay lazy."""
+    check_memory(label, tensor)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001
         return torch.Tensor.detach(tensor)
 
@@ -184,7 +189,7 @@ def take_apart(label: str, tensor: torch.Tensor) -> TakenApart | None:
     if isinstance(local, AsyncCollectiveTensor):
         return TakenApart({(): local.wait()}, {})
     if not _is_wrapper(local):
-        own_memory(label, local)
+        check_memory(label, local)
         return None
     nodes = _Nodes(label, local)
     splits = _Splits(label, outer, local, nodes)
