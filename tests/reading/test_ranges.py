@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ import ucformat
 from tests.fakes import FakeSource, random_array, same
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import ChecksumError
+from ucformat.reading import execute
 from ucformat.storage.base import Costs, read_ranges
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.wrappers import CachedListingStore, PrefixStore, WrappedStore
@@ -56,6 +59,32 @@ def place() -> MemoryStore:
     )
     ucformat.convert(source, store, chunk_bytes=600, overwrite=True)
     return store
+
+
+@pytest.mark.parametrize(("seconds", "joined"), [(0, False), (0.05, True)])
+def test_threads_join_a_read_that_lasts(
+    place: MemoryStore, monkeypatch: pytest.MonkeyPatch, seconds: float, *, joined: bool
+) -> None:
+    monkeypatch.setattr(execute, "_JOINS", 0.05 if joined else 60)
+
+    class Waiting(Lender):
+        costs = replace(Lender.costs, together=1, first=1)
+        threads: set[int]
+
+        @contextmanager
+        def read_ranges(
+            self, key: str, ranges: Sequence[tuple[int, int]]
+        ) -> Iterator[Sequence[memoryview]]:
+            self.threads.add(threading.get_ident())
+            time.sleep(seconds)
+            with super().read_ranges(key, ranges) as views:
+                yield views
+
+    store = Waiting(place)
+    tensor = ucformat.open(store)["w"]
+    store.threads = set()
+    assert same(tensor[:, :], A)
+    assert (len(store.threads) > 1) == joined
 
 
 @pytest.mark.parametrize("verify", ["whole", "always", "never"])

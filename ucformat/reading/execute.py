@@ -211,6 +211,7 @@ def _check_sizes(plan: Plan, store: Store) -> None:
             )
 
 
+_JOINS = 0.02  # seconds after which another thread joins those that read (`Costs.first`)
 # bytes of contiguous runs that are read directly into place although there are gaps between them
 _MIN_RUN = 16 << 10
 
@@ -331,14 +332,19 @@ def execute(
         pending = chain.from_iterable(map(_split, batches))
         number = sum(batch[0].count if batch[0].is_checked else 1 for batch in batches)
     lock = threading.Lock()
-    failed = threading.Event()
+    ended = threading.Event()  # all is read or being read, or a request failed
 
     def next_batch() -> list[Request] | None:
         # two threads must not run the generators of `pending` at once
         with lock:
-            return None if failed.is_set() else next(pending, None)
+            batch = None if ended.is_set() else next(pending, None)
+        if batch is None:
+            ended.set()
+        return batch
 
-    def work() -> None:
+    def work(delay: float) -> None:
+        if delay:
+            ended.wait(delay)
         scratch = np.empty(0, np.uint8)
         try:
             while (batch := next_batch()) is not None:
@@ -355,15 +361,21 @@ def execute(
                 if progress is not None:
                     progress(sum(r.total for r in batch))
         except BaseException:
-            failed.set()
+            ended.set()
             raise
 
     count = min(threads or _parallel(plan, costs, number), number)
+    _run_in_threads(work, count, count if costs.first is None else costs.first)
+
+
+def _run_in_threads(work: Callable[[float], None], count: int, first: int) -> None:
+    """Call a function with the seconds after which it begins, in threads, of which only the first begin at once."""
     if count <= 1:
-        work()
+        work(0)
         return
+    delays = (max(0, number - first + 1) * _JOINS for number in range(count))
     with ThreadPoolExecutor(count, thread_name_prefix="ucformat-read") as pool:
-        jobs = [pool.submit(copy_context().run, work) for _ in range(count)]
+        jobs = [pool.submit(copy_context().run, work, delay) for delay in delays]
         for job in jobs:
             job.result()
 

@@ -120,6 +120,8 @@ class Costs:
         block: blocks up to this size are read whole and verified wherever chunks that are read
             whole are.
         parallel: concurrent requests (None: one or two for each core).
+        first: concurrent requests with which a read begins; more join while it lasts (None: all at
+            once).
         together: ranges of one file that are best requested in one call.
         in_flight: bytes in flight at once (None: reads need no memory but the destination).
     """
@@ -130,6 +132,7 @@ class Costs:
     join: int = 1 << 20
     block: int = 1 << 20
     parallel: int | None = None
+    first: int | None = None
     together: int = 1
     in_flight: int | None = None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -140,6 +142,8 @@ BUDGET = RequestBudget(requests=128, nbytes=256 << 20)
 
 _COSTS = Costs(gap=256 << 10, short=32 << 10, request=8 << 20, join=8 << 20, together=10)
 _THREADS = 32  # that wait for answers; more do not pay off
+_FIRST = 8  # of them, of a store that answers at once: each needs fresh memory for what it receives
+_THREADS_PER_SECOND = 1600  # more of them at first, by seconds until an answer begins
 _PAGE = 1000  # keys that one request lists or deletes
 
 
@@ -154,6 +158,7 @@ class ObjectStore(FlatStore):
     def __init__(self, url: str, options: Options = Options()) -> None:  # noqa: B008 - it is immutable
         self._place, self._options = parse(url), options
         self._connected: Client | None = None
+        self._latency = math.inf  # seconds of the shortest request
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[ObjectStore], tuple[str, Options]]:
@@ -169,8 +174,10 @@ class ObjectStore(FlatStore):
 
     @property
     def costs(self) -> Costs:
-        """The costs with the current limits of the budget."""
-        return replace(_COSTS, parallel=min(_THREADS, BUDGET.requests), in_flight=BUDGET.nbytes)
+        """The costs with the current limits of the budget, and the latency that was measured."""
+        parallel = min(_THREADS, BUDGET.requests)
+        first = int(min(parallel, _FIRST + _THREADS_PER_SECOND * self._latency))
+        return replace(_COSTS, parallel=parallel, first=first, in_flight=BUDGET.nbytes)
 
     @property
     def _client(self) -> Client:
@@ -434,8 +441,10 @@ class ObjectStore(FlatStore):
 
     def _request(self, action: str, key: str, call: Callable[[Client], Any]) -> Any:
         """The result of an idempotent request, which is retried."""
-        client = self._client
-        return retry(action, self._name(key), lambda: call(client), self._options.deadline)
+        client, begun = self._client, time.perf_counter()
+        answer = retry(action, self._name(key), lambda: call(client), self._options.deadline)
+        self._latency = min(self._latency, time.perf_counter() - begun)
+        return answer
 
 
 def _info(meta: Any) -> Info:
