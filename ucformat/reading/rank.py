@@ -16,7 +16,7 @@ from ucformat.reading.execute import check_out, memory_of, read_planned
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.reading.readable import TRACKERS, check_exact
 from ucformat.storage.cache.scope import read_consistently
-from ucformat.storage.wrappers import check_unchanged
+from ucformat.storage.wrappers import checking_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -149,8 +149,8 @@ class ReadPlan:
 
         def read() -> None:
             labels = [" ".join(b.key) for b in self.buffers]
-            read_planned(self.plan, self.store, memories, labels, threads, progress)
-            check_unchanged(self.store, LOAD_INVALID, TRACKERS)
+            with checking_unchanged(self.store, LOAD_INVALID, TRACKERS):
+                read_planned(self.plan, self.store, memories, labels, threads, progress)
 
         read_consistently(read)
         out: dict[tuple[str, str], NDArray[np.generic]] = {}

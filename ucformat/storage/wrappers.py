@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING
@@ -399,8 +401,8 @@ class WatchedStore(WrappedStore):
         super().__init__(inner)
         self.tiles = tiles
         self._seen: dict[str, Info] = {}
-        self._read: dict[str, None] = {}
-        self._uses_info = inner.costs.parallel is None
+        self._read: dict[str, object] = {}  # by file something that each read replaces
+        self.is_local = inner.costs.parallel is None
         self._observers: tuple[Observer, ...] = ()
 
     @contextmanager
@@ -426,14 +428,17 @@ class WatchedStore(WrappedStore):
 
     def note(self, key: str) -> None:
         """Record a file's version to compare it in the end; bytes read from now on are of this or a later version."""
-        if key not in self._read:
-            if self._uses_info and key not in self._seen:
-                try:
-                    info = self.inner.info(key)
-                except NotFound:
-                    return  # the read raises the error
-                self._seen.setdefault(key, info)
-            self._read[key] = None
+        if self.is_local and key not in self._read and key not in self._seen:
+            try:
+                info = self.inner.info(key)
+            except NotFound:
+                return  # the read raises the error
+            self._seen.setdefault(key, info)
+        self._read[key] = object()
+
+    def reads(self) -> dict[str, object]:
+        """The files that were read, each with an object that the next read of it replaces."""
+        return dict(self._read)
 
     def recorded(self, key: str) -> Info | None:
         """The version with which a file's version is compared in the end; None if there is none yet."""
@@ -545,7 +550,31 @@ def check_unchanged(
         Conflict: files have changed; the message names them.
     """
     watched = find_watched(store)
-    names = sorted(watched.changed(ignore, among)) if watched else []
+    _raise_changed(store, watched.changed(ignore, among) if watched else (), outcome)
+
+
+@contextmanager
+def checking_unchanged(store: Store, outcome: str, ignore: Collection[str] = ()) -> Iterator[None]:
+    """As `check_unchanged` after the block; over a network, files that it does not read are checked meanwhile.
+
+    What was read is then what the files had in common at a moment within the block.
+    """
+    watched = find_watched(store)
+    if watched is None or watched.is_local:
+        yield
+        check_unchanged(store, outcome, ignore)
+        return
+    with ThreadPoolExecutor(1, "ucformat-check") as pool:
+        before = watched.reads()
+        early = pool.submit(copy_context().run, watched.changed, ignore, list(before))
+        yield
+        changed = set(early.result())
+    again = [file for file, read in watched.reads().items() if before.get(file) is not read]
+    _raise_changed(store, changed.union(watched.changed(ignore, again)), outcome)
+
+
+def _raise_changed(store: Store, changed: Collection[str], outcome: str) -> None:
+    names = sorted(changed)
     if names:
         others = f" and {len(names) - _MAX_NAMED} more files" if len(names) > _MAX_NAMED else ""
         raise Conflict(

@@ -44,7 +44,7 @@ from ucformat.reading.values import from_json
 from ucformat.references import open_reference
 from ucformat.sources.distcp.metadata import TransformedItems
 from ucformat.storage.cache.scope import consistent
-from ucformat.storage.wrappers import check_unchanged
+from ucformat.storage.wrappers import checking_unchanged
 from ucformat.torch.loading.match import Problems, match, raise_for, stored_names
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.values import ABSENT, SavedState, value_at
@@ -223,10 +223,9 @@ class Reader(StorageReader):
         problems = wrapper_problems | tensor_problems | value_problems
         partial = getattr(planner, "allow_partial_load", False)
         _raise_for(problems, entries.ck.url, partial=partial)
-        with consistent():
+        with consistent(), checking_unchanged(entries.ck.store, LOAD_INVALID, TRACKERS):
             options = ReadOptions(self._verify, threads=self._threads)
             self.nbytes, self.bytes_unverified = read(entries.ck, matched, options)
-            check_unchanged(entries.ck.store, LOAD_INVALID, TRACKERS)
         for item, tensor in requested:
             planner.commit_tensor(item, tensor)
         for item in plan.items:

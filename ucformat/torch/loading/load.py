@@ -22,7 +22,7 @@ from ucformat.references import open_reference
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.url import as_strings
-from ucformat.storage.wrappers import check_unchanged
+from ucformat.storage.wrappers import checking_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.align import align
@@ -289,9 +289,8 @@ def load_local(
             if broadcast_group is None
             else group_of(broadcast_group, ranks.timeout, f"share {ck.url}")
         )
-        with consistent():
+        with consistent(), checking_unchanged(ck.store, LOAD_INVALID, TRACKERS):
             amount = targets.fill(ck, matched, share, broadcast_group, reading)
-            check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
         targets.then()
     # the next collective raises the error of that rank
     except AnotherRankFailed:

@@ -18,7 +18,7 @@ from ucformat.reading.rank import LOAD_INVALID, Bound
 from ucformat.reading.readable import TRACKERS
 from ucformat.references import open_reference
 from ucformat.storage.cache.scope import consistent
-from ucformat.storage.wrappers import check_unchanged
+from ucformat.storage.wrappers import checking_unchanged
 from ucformat.torch.loading.arguments import ReadArguments
 from ucformat.torch.loading.match import (
     PARAMETER,
@@ -150,12 +150,12 @@ def load_into(
     ]
     problems |= Problems(others=tuple(overlaps(in_memory, (), ck).values()))
     raise_for(problems if strict else replace(problems, missing=(), unexpected=()), True, ck.url)
-    with torch.no_grad(), consistent():
+    unchanged = checking_unchanged(ck.store, LOAD_INVALID, TRACKERS)
+    with torch.no_grad(), consistent(), unchanged:
         for w in fitting:
             if w.padded:
                 w.tensor.zero_()
         read(ck, matched, ReadOptions(verify, threads=arguments.get("threads")))
-        check_unchanged(ck.store, LOAD_INVALID, TRACKERS)
     for w in fitting:
         if w.slot.name in loaded:
             w.put()

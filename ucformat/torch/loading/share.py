@@ -110,7 +110,7 @@ class RememberingStore(WatchedStore):
 
     def _keep_version(self, info: Info) -> Info:
         """Keep the version of a file as one that was listed, unless each host may have a disk of its own."""
-        if not self._uses_info:
+        if not self.is_local:
             self._seen.setdefault(info.key, info)
         return info
 
