@@ -28,7 +28,7 @@ from ucformat.torch.state.objects import encode
 from ucformat.torch.state.subclasses import RECORD, InnerTensor, local_of_dtensor, plain_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from fractions import Fraction
 
     from torch.distributed.device_mesh import DeviceMesh
@@ -151,9 +151,7 @@ def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
     return LocalShard(info, pieces_in(local, dims), local, distribution)
 
 
-def _dims_of(
-    label: str, tensor: DTensor, local: tuple[int, ...]
-) -> tuple[list[Dim], tuple[Cut, ...] | None]:
+def _dims_of(label: str, tensor: DTensor, local: tuple[int, ...]) -> _DimsAndCuts:
     """The dims of the local tensor, and the cuts that make it, if known; LayoutError if its shape is another."""
     mesh, shape, at = tensor.device_mesh, tuple(tensor.shape), coordinate_of(tensor.device_mesh)
     assert at is not None  # noqa: S101 - checked by the caller
@@ -236,6 +234,10 @@ def _coordinate(mesh: RankMesh, rank: int) -> tuple[int, ...] | None:
     return mesh.coordinate(rank)
 
 
+#: The dims of a local tensor, and the cuts that make them, if known.
+_DimsAndCuts = tuple[tuple[Dim, ...], tuple[Cut, ...] | None]
+
+
 class _Split(NamedTuple):
     """A split of a dim over an axis of the mesh, and this rank's index `at` on it."""
 
@@ -247,7 +249,7 @@ class _Split(NamedTuple):
 
 def _dims_candidates(
     shape: tuple[int, ...], placements: Sequence[Any], degrees: Sequence[int], at: Sequence[int]
-) -> Iterator[tuple[list[Dim], tuple[Cut, ...] | None]]:
+) -> tuple[_DimsAndCuts, ...]:
     """The candidates for the dims of the local tensor: split in the order of strided shards, or from left to right.
 
     With each candidate come the cuts in their order; None if they take a share of several parts.
@@ -256,17 +258,30 @@ def _dims_candidates(
     parts before (FSDP2 over TP: TP splits first). From left to right, it takes its share of each of
     `k` parts, which is equal for even splits.
     """
-    splits: dict[int, list[_Split]] = {}  # of each dim, from left to right
+    made = []  # from left to right
     for axis, (placement, degree, index) in enumerate(zip(placements, degrees, at, strict=True)):
         if placement.is_replicate():
             continue
         factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-        splits.setdefault(placement.dim, []).append(_Split(axis, degree, index, factor))
+        made.append((placement.dim, _Split(axis, degree, index, factor)))
+    return _candidates_of(shape, tuple(made))
+
+
+@lru_cache(maxsize=1 << 12)  # layers repeat: a model has few distinct shapes
+def _candidates_of(
+    shape: tuple[int, ...], made: tuple[tuple[int, _Split], ...]
+) -> tuple[_DimsAndCuts, ...]:
+    """As `_dims_candidates`, from the split dims."""
+    out: list[_DimsAndCuts] = []
+    splits: dict[int, list[_Split]] = {}
+    for dim, split in made:
+        splits.setdefault(dim, []).append(split)
     ordered = {d: _order(of_dim) for d, of_dim in splits.items()}
     if all(o is not None for o in ordered.values()):
         cuts = tuple(Cut(d, s.axis) for d in sorted(ordered) for s in ordered[d] or ())
-        yield [_cut(n, ordered.get(d) or []) for d, n in enumerate(shape)], cuts
-    yield [_cut(n, splits.get(d, [])) for d, n in enumerate(shape)], None
+        out.append((tuple(_cut(n, ordered.get(d) or []) for d, n in enumerate(shape)), cuts))
+    out.append((tuple(_cut(n, splits.get(d, [])) for d, n in enumerate(shape)), None))
+    return tuple(out)
 
 
 def _order(splits: Sequence[_Split]) -> list[_Split] | None:
