@@ -72,6 +72,12 @@ class Settings:
             return None
         return self.catalog or str(user_data_path("ucformat") / "catalog.db")
 
+    def existing_catalog(self) -> str | None:
+        """The url or path of the catalog; None if it is disabled, or a file that was not created yet."""
+        url = self.catalog_url()
+        file = None if url is None else catalog_file(url)
+        return None if file is not None and not file.exists() else url
+
 
 @contextmanager
 def using(**given: str | None) -> Iterator[None]:
@@ -375,6 +381,13 @@ def _user_file() -> Path | None:
 
 def _user_place() -> Path:
     return user_config_path("ucformat") / "config.toml"
+
+
+def catalog_file(url: str) -> Path | None:
+    """The file of a catalog; None if it is on a server."""
+    if "://" not in url:
+        return local_path(url, absolute=False)
+    return Path(url.partition("://")[2][1:].partition("?")[0]) if url.startswith("sqlite") else None
 
 
 def local_path(text: str | os.PathLike[str], *, absolute: bool = True) -> Path:

@@ -98,7 +98,8 @@ def record_verification(ck: Checkpoint, report: Report) -> None:
                 tool=f"ucformat {__version__}",
             )
 
-    with_catalog(note, f"the verification of {ck.url} is not in the catalog", "verify it again")
+    failed = f"the verification of {ck.url} is not in the catalog"
+    with_catalog(note, failed, "verify it again", create=False)
 
 
 def record_certificate(ck: Checkpoint, document: Mapping[str, Any], *, ok: bool) -> None:
@@ -112,7 +113,8 @@ def record_certificate(ck: Checkpoint, document: Mapping[str, Any], *, ok: bool)
         with suppress(NotFound):
             catalog.certified(ck.id, url=ck.home, ok=ok, document=document)
 
-    with_catalog(note, f"the certificate of {ck.url} is not in the catalog", "certify it again")
+    failed = f"the certificate of {ck.url} is not in the catalog"
+    with_catalog(note, failed, "certify it again", create=False)
 
 
 def contradiction(manifest: Manifest, url: str) -> str | None:
@@ -122,16 +124,24 @@ def contradiction(manifest: Manifest, url: str) -> str | None:
         lambda catalog: reasons.append(catalog.contradiction(manifest, url)),
         f"{url} was not compared with the record in the catalog",
         "verify it again",
+        create=False,
     )
     return reasons[-1]
 
 
-def with_catalog(use: Callable[[Catalog], object], failed: str, remedy: str) -> None:
-    """Call a function with the catalog of the settings, unless that is switched off; all errors become warnings."""
+def with_catalog(
+    use: Callable[[Catalog], object], failed: str, remedy: str, *, create: bool = True
+) -> None:
+    """Call a function with the catalog of the settings, unless that is switched off; all errors become warnings.
+
+    Args:
+        create: whether a catalog that does not exist yet is created; else it is not called.
+    """
     try:
         from ucformat.settings import load_settings
 
-        url = load_settings().catalog_url()
+        settings = load_settings()
+        url = settings.catalog_url() if create else settings.existing_catalog()
         if url is None:
             return
         from ucformat.catalog.catalog import Catalog
@@ -163,7 +173,7 @@ def ask_catalog(subject: str, ask: Callable[[Catalog], T], otherwise: T) -> T:
     """The answer of the catalog; another one if there is none, or, which is logged, on an error."""
     from ucformat.settings import load_settings
 
-    url = load_settings().catalog_url()
+    url = load_settings().existing_catalog()
     if url is None:
         return otherwise
     from ucformat.catalog.catalog import Catalog

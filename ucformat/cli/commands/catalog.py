@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.cli.ui.catalogs import file_of, url_of_catalog
+from ucformat.cli.ui.catalogs import url_of_catalog
 from ucformat.cli.ui.options import CATALOG, command
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import count, field
 from ucformat.redacted import shown_url
+from ucformat.settings import catalog_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +64,7 @@ def _contents(url: str) -> dict[str, Any]:
     """The state and contents of the catalog; one that does not exist yet is not created."""
     from ucformat.catalog.catalog import Catalog
 
-    file = file_of(url)
+    file = catalog_file(url)
     if file is not None and not file.exists():
         return {"state": "not created yet"}
     with Catalog(url) as catalog:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import entry_data, file_of, instant
+from ucformat.cli.ui.catalogs import entry_data, instant
 from ucformat.cli.ui.options import CATALOG, OPENING, SRC, STATES, Opening, command
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, field, moment, plural, shape_text, table
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import Loss
+    from ucformat.schema.manifest import Manifest
 
 
 # The part of `ucp show` that comes from the catalog.
@@ -125,9 +126,8 @@ def look_up(ref: str, out: Output, *, tensors: bool = False) -> Recorded | None:
     from ucformat.settings import load_settings
 
     try:
-        url = load_settings().catalog_url()
-        file = None if url is None else file_of(url)
-        if url is None or (file is not None and not file.exists()):  # do not create one
+        url = load_settings().existing_catalog()
+        if url is None:
             return None
         from ucformat.catalog.catalog import Catalog
 
@@ -237,7 +237,14 @@ def _opened(
         forget = f" (if it is gone: ucp reindex {entry.urls[0]} --forget)" if entry.urls else ""
         out.note(f"{gone.message}{forget}; showing its entry in the catalog")
         return _from_catalog(recorded.entry, recorded.tensors), recorded.tensors, recorded
-    return _summary(ck), list(ck.tensors.values()), look_up(ck.manifest.id or ck.home, out)
+    manifest = _own_manifest(ck)
+    ref = ck.home if manifest is None else manifest.id
+    return _summary(ck), list(ck.tensors.values()), look_up(ref, out)
+
+
+def _own_manifest(ck: Checkpoint) -> Manifest | None:
+    """The manifest of a universal checkpoint; None of a view, or a foreign checkpoint, of which it takes pydantic."""
+    return None if ck.universal is None or ck.viewed else ck.universal.manifest
 
 
 def _chosen(
@@ -300,14 +307,14 @@ def _outdated(ck: Checkpoint) -> list[str]:
 
 def _summary(ck: Checkpoint) -> dict[str, Any]:
     from ucformat.checkpoint import Checkpoint
-    from ucformat.jobs.dependents import unprotected
 
     metadata = ck.metadata
+    manifest = _own_manifest(ck)
     whole = Checkpoint(ck.origin) if ck.viewed and ck.viewed.steps else None
     return {
         "url": ck.url,
         "kind": ck.kind,
-        "id": ck.manifest.id or None,
+        "id": None if manifest is None else manifest.id,
         "step": metadata.step,
         "engine": dict(metadata.engine),
         "layout": dict(metadata.layout),
@@ -345,18 +352,23 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "packed": _packed(ck),
         "encoded": _encoded(ck),
         "bases": _bases(ck),
-        "unprotected": list(unprotected(ck)),
+        "unprotected": _unprotected(ck),
     }
+
+
+def _unprotected(ck: Checkpoint) -> list[str]:
+    """The places of its bytes that do not record that it needs them."""
+    if ck.universal is None:
+        return []
+    from ucformat.jobs.dependents import unprotected
+
+    return list(unprotected(ck))
 
 
 def _packed(ck: Checkpoint) -> dict[str, int] | None:
     """How many tensors of a universal checkpoint are in packed files of its own, and their bytes; None if none are."""
-    manifest = ck.manifest
-    if (
-        ck.universal is None
-        or ck.viewed
-        or (manifest.sidecar is not None and manifest.sidecar.sources)
-    ):
+    manifest = _own_manifest(ck)
+    if manifest is None or (manifest.sidecar is not None and manifest.sidecar.sources):
         return None
     packed = [Key(t.name, t.state) for t in manifest.tensors if t.in_sidecar]
     infos = [ck.tensors[key] for key in packed if not (ck.hf_url and key.state == "weight")]
@@ -365,9 +377,10 @@ def _packed(ck: Checkpoint) -> dict[str, int] | None:
 
 def _encoded(ck: Checkpoint) -> dict[str, Any] | None:
     """The codecs of a universal checkpoint, and the bytes of its tensors and of its files; None if it has no codec."""
-    kinds = ck.manifest.tensors.kinds
+    manifest = _own_manifest(ck)
+    kinds = () if manifest is None else manifest.tensors.kinds
     codecs = list(dict.fromkeys(kind.codec for kind in kinds if kind.codec is not None))
-    if ck.universal is None or ck.viewed or not codecs:
+    if not codecs:
         return None
     from ucformat.jobs.patch import stored_bytes  # which needs NumPy
 
@@ -401,7 +414,7 @@ def _bases(ck: Checkpoint) -> list[dict[str, Any]]:
     return [
         {"id": base.id, "url": base.url, "tensors": number, "bytes": nbytes}
         | {"patched": patched.get(base.url, (0, 0))[0]}
-        for base in ck.manifest.bases
+        for base in ck.universal.bases.docs
         for number, nbytes in (amounts.get(base.url, (0, 0)),)
     ]
 

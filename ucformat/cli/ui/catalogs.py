@@ -11,7 +11,6 @@ from ucformat.catalog.entries import HoldEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
@@ -38,17 +37,6 @@ def opened_catalog() -> Iterator[Catalog]:
 
     with ucformat.Catalog(url_of_catalog()) as catalog:
         yield catalog
-
-
-def file_of(url: str) -> Path | None:
-    """The file of a catalog."""
-    from pathlib import Path
-
-    from ucformat.settings import local_path
-
-    if "://" not in url:
-        return local_path(url, absolute=False)
-    return Path(url.partition("://")[2][1:].partition("?")[0]) if url.startswith("sqlite") else None
 
 
 _NAMES = {"nbytes": "bytes", "files_nbytes": "files_bytes"}
