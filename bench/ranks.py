@@ -302,7 +302,7 @@ def opened(found: dict[str, Any]) -> Any:
     """The checkpoint of a manifest and a sidecar; its store has files of any size, and counts what is asked of it."""
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.universal import Universal, grid_of
-    from ucformat.schema.manifest import MANIFEST
+    from ucformat.schema import MANIFEST
     from ucformat.storage.base import Info
     from ucformat.storage.memory import MemoryStore
 

@@ -18,7 +18,8 @@ from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Extent, Key, TensorInfo, TensorList
 from ucformat.reading.dtypes import dtype_name, numpy_dtype
 from ucformat.reading.readable import CheckpointMetadata
-from ucformat.schema.manifest import MANIFEST, PerRankDoc
+from ucformat.schema import MANIFEST
+from ucformat.schema.manifest import PerRankDoc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -35,7 +35,7 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.jobs.removal import remove
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.signatures import SIGNATURE, uncovered
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore

@@ -20,14 +20,11 @@ from ucformat.errors import (
     UsageError,
     first_names,
 )
-from ucformat.format.attempts import attempt_of, outside_attempts
 from ucformat.format.digest import bytes_digest, document_digest
-from ucformat.format.thinned import Dropped, dropped_states
-from ucformat.format.universal import Universal, describe, index_tensors
+from ucformat.format.stored_tensors import index_tensors
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import LazyValues, unreadable_error
-from ucformat.schema.documents import TOMBSTONE
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST, TOMBSTONE
 from ucformat.settings import allowed_roots
 from ucformat.storage.base import exists
 from ucformat.storage.cache.scope import read_consistently
@@ -38,6 +35,8 @@ from ucformat.storage.wrappers import CachedListingStore, WatchedStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ucformat.format.thinned import Dropped
+    from ucformat.format.universal import Universal
     from ucformat.geometry.layout import Layout
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.lazy import Tensor
@@ -117,6 +116,8 @@ def _open(
                     f"the checkpoint at {store.url} was deleted, and is not yet completely removed",
                     hint=f"`ucp gc {store.url} --apply` completes that",
                 )
+            from ucformat.format.attempts import attempt_of
+
             infos = list(islice(store.list(), _MAX_LISTED))
             if folders := _checkpoints_below(infos):
                 newest, older = folders[-_MAX_NAMED:], folders[:-_MAX_NAMED]
@@ -148,11 +149,15 @@ def _open(
         raise UsageError(
             f"{store.url} is a universal checkpoint, which takes no options", hint=hint
         )
+    # imported only here, since its documents need pydantic, which foreign checkpoints do not
+    from ucformat.format.universal import Universal
+
     return Checkpoint(Universal(store, roots, watch=watch))
 
 
 def _checkpoints_below(infos: Sequence[Info]) -> list[str]:
     """The outermost folders that look like checkpoints, numbers in their names by value: the last is the newest."""
+    from ucformat.format.attempts import outside_attempts
     from ucformat.sources.opening import marked_folders
 
     folders = marked_folders(infos) | {
@@ -189,7 +194,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         while (view := _view(origin)) is not None:
             origin = view.base
         self.origin = origin  # the checkpoint under all views: one of the next two
-        self.universal = origin if isinstance(origin, Universal) else None
+        self.universal = cast("Universal", origin) if origin.kind == "ucformat" else None
         self.foreign = None if self.universal else cast("OpenSource", origin)
         self.viewed = _view(source)
         self._infos, self._states = index_tensors(source.metadata.tensor_list.tensors)
@@ -323,7 +328,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @cached_property
     def dropped(self) -> Mapping[str, Dropped]:
         """The states of which `thin` dropped tensors: how many, their bytes, when and why."""
-        return {} if self.universal is None else dropped_states(self.universal.manifest)
+        if self.universal is None:
+            return {}
+        from ucformat.format.thinned import dropped_states
+
+        return dropped_states(self.universal.manifest)
 
     def missing_state(self, state: str) -> UsageError:
         """The error for a state of which no tensor is stored."""
@@ -402,6 +411,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """The manifest; of a foreign one, or a view, one that describes it, without id, attempt, paths and digests."""
         if self.universal and not self.viewed:
             return self.universal.manifest
+        from ucformat.format.universal import describe
+
         training = self.training_info
         return describe(self.metadata, training.run, training.metrics, training.config)
 

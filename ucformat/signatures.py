@@ -29,7 +29,7 @@ from ucformat.errors import (
 )
 from ucformat.format.digest import whole_and_own_digest
 from ucformat.geometry.tensor import single_extents
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.schema.values import loads
 from ucformat.settings import load_settings, local_path
 

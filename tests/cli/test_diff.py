@@ -12,7 +12,7 @@ import ucformat
 from tests.cli.conftest import FACTS, LONG_RUN, object_of
 from tests.fakes import ODD, FakeSource, manifest_file, random_array
 from ucformat.checkpoint import Checkpoint
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 CATALOG = {"sqlalchemy", "asyncio", "ucformat.catalog.catalog"}  # asyncio by SQLAlchemy
 FILTER = {"lark", "ucformat.catalog.filter"}
 DELETION = {"ucformat.catalog.retention"}
-FILES = {"ucformat.checkpoint", "ucformat.schema.manifest", "pydantic", "xxhash"}
+OPENED = {"ucformat.checkpoint", "xxhash"}
+FILES = OPENED | {"ucformat.schema.manifest", "pydantic"}
+DOCUMENTS = {"ucformat.schema.documents"}
 ARRAYS = {"numpy", "ml_dtypes"} | (set() if NATIVE else {"crc32c"})
 FOREIGN = {"ucformat.sources.opening"}
 #: What takes long to import. Of these a command loads what the table says and no more; of the rest,
 #: as an ORM, torch, other dialects, libraries for object stores and terminals, none of these loads
 #: any.
 HEAVY = {
-    *(CATALOG | FILTER | DELETION | FILES | ARRAYS | FOREIGN | {"crc32c"}),
+    *(CATALOG | FILTER | DELETION | FILES | DOCUMENTS | ARRAYS | FOREIGN | {"crc32c"}),
     *(
         "alembic",
         "sqlalchemy.orm",
@@ -63,14 +65,19 @@ COMMANDS: dict[str, set[str]] = {
         ("ls", "log", "alias list", "lineage U", "diff --quiet U U", "catalog info"), CATALOG
     ),
     **dict.fromkeys(("ls 'step = 1'", "ls --sort -step"), CATALOG | FILTER),
-    "show U": CATALOG | FILES,
-    "gc": CATALOG | FILES | DELETION,
-    "tag U new": CATALOG | FILES | DELETION,
+    "show U": CATALOG | FILES | DOCUMENTS,
+    "gc": CATALOG | FILES | DOCUMENTS | DELETION,
+    "tag U new": CATALOG | FILES | DOCUMENTS | DELETION,
     "get U a": FILES | ARRAYS | PLANS,
-    "verify U": CATALOG | FILES | ARRAYS | {"safetensors"},
-    "show F": CATALOG | FILES | FOREIGN,
-    "get F a": FILES | ARRAYS | PLANS | FOREIGN,
-    "convert F N": CATALOG | FILES | ARRAYS | FOREIGN | {"safetensors", "ucformat.views.viewed"},
+    "verify U": CATALOG | FILES | DOCUMENTS | ARRAYS | {"safetensors"},
+    "show F": CATALOG | OPENED | FOREIGN,
+    "get F a": OPENED | ARRAYS | PLANS | FOREIGN,
+    "convert F N": CATALOG
+    | FILES
+    | DOCUMENTS
+    | ARRAYS
+    | FOREIGN
+    | {"safetensors", "ucformat.views.viewed"},
     "layout schema": {"pydantic"},
 }
 
@@ -92,6 +99,28 @@ def test_a_command_loads_only_what_it_works_with(command: str, words: dict[str, 
     assert sorted(loaded & HEAVY) == sorted(allowed)
     readers = {m for m in loaded if m.startswith(PLACES) and m.endswith(READERS)}
     assert readers == ({"ucformat.sources.index"} if allowed >= FOREIGN else set())
+
+
+@pytest.mark.parametrize("command", ["show U", "verify U"])
+def test_a_catalog_that_was_not_created_is_neither_created_nor_opened(
+    command: str, words: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = tmp_path / "absent.db"
+    monkeypatch.setenv("UCP_CATALOG", str(absent))
+    assert not modules_of([words.get(word, word) for word in command.split()]) & CATALOG
+    assert not absent.exists()
+
+
+def test_garbage_is_collected_as_usual_after_the_first_time() -> None:
+    code = (
+        "import gc, sys\nusual = gc.get_threshold()\n"
+        "from ucformat.cli.main import main\nsys.argv = ['ucp', '--version']\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "delayed = gc.get_threshold()\ngc.collect()\n"
+        "print(delayed[0] > usual[0], gc.get_threshold() == usual)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True True"
 
 
 def test_the_help_of_exports_loads_nothing_that_plans_files() -> None:

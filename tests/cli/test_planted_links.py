@@ -18,8 +18,7 @@ from ucformat.cli.main import ucp
 from ucformat.errors import UcformatError
 from ucformat.format.arrays import put_file
 from ucformat.format.commit import begin
-from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import CATALOG_DOCUMENT, MANIFEST, NEEDED_BY
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

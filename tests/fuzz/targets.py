@@ -40,8 +40,9 @@ from ucformat.errors import UcformatError
 from ucformat.format.digest import bytes_digest, with_own_digest
 from ucformat.format.structure import parse_manifest
 from ucformat.geometry.layout import Layout
+from ucformat.schema import MANIFEST
 from ucformat.schema.documents import CatalogDoc, TombstoneDoc
-from ucformat.schema.manifest import MANIFEST, Manifest
+from ucformat.schema.manifest import Manifest
 from ucformat.schema.policy import Policy
 from ucformat.storage.memory import MemoryStore
 

@@ -28,8 +28,9 @@ from ucformat.errors import IntegrityError, UnsafeError
 from ucformat.format.extents import extent_problems
 from ucformat.format.sidecar import NO_BLOCK, Columns, Sidecar
 from ucformat.reading.repeats import are_repeated, repeated_bytes
+from ucformat.schema import MANIFEST
 from ucformat.schema.limits import FREE_READS, MOST_READS
-from ucformat.schema.manifest import MANIFEST, SidecarDoc, SourceFileDoc
+from ucformat.schema.manifest import SidecarDoc, SourceFileDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore

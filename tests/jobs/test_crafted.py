@@ -18,7 +18,7 @@ from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UcformatError, UnsafeError
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register
-from ucformat.schema.documents import CATALOG_DOCUMENT
+from ucformat.schema import CATALOG_DOCUMENT
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store
 

@@ -26,7 +26,7 @@ from ucformat.jobs import dependents, gc, removal
 from ucformat.jobs.dependents import dependents_at, find_homes, ignore_dependents, need
 from ucformat.jobs.documents import protections_of
 from ucformat.jobs.gc import collect
-from ucformat.schema.documents import TOMBSTONE
+from ucformat.schema import TOMBSTONE
 from ucformat.schema.manifest import AttemptDoc
 from ucformat.schema.policy import Policy
 from ucformat.settings import using

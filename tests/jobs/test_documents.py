@@ -23,7 +23,8 @@ from ucformat.format.commit import abandon, begin
 from ucformat.jobs import documents
 from ucformat.jobs.documents import find_document, read_document, write_documents
 from ucformat.jobs.register import register
-from ucformat.schema.documents import CATALOG_DOCUMENT, CatalogDoc, NoteDoc
+from ucformat.schema import CATALOG_DOCUMENT
+from ucformat.schema.documents import CatalogDoc, NoteDoc
 from ucformat.settings import using
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store

@@ -30,8 +30,7 @@ from ucformat.jobs.export import planned_job
 from ucformat.jobs.export_place import begin_export
 from ucformat.jobs.fingerprints import exported_fingerprints
 from ucformat.reading.execute import read_fingerprint
-from ucformat.schema import ITEMSIZE
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import ITEMSIZE, MANIFEST
 from ucformat.storage import base
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore

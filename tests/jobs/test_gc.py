@@ -26,7 +26,8 @@ from ucformat.format.structure import manifest_bytes
 from ucformat.jobs import gc, removal
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
-from ucformat.schema.documents import CATALOG_DOCUMENT, TombstoneDoc, is_tombstone
+from ucformat.schema import CATALOG_DOCUMENT
+from ucformat.schema.documents import TombstoneDoc, is_tombstone
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
 from ucformat.storage.url import open_store

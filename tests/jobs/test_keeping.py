@@ -20,7 +20,8 @@ from ucformat.jobs.dependents import dependents_at, ignore_dependents
 from ucformat.jobs.documents import protections_of
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
-from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE, TombstoneDoc
+from ucformat.schema import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE
+from ucformat.schema.documents import TombstoneDoc
 from ucformat.settings import using
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store

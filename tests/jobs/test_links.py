@@ -10,7 +10,7 @@ import pytest
 import ucformat
 from tests.jobs.conftest import universal
 from ucformat.errors import UnsafeError
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable

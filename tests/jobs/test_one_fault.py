@@ -21,8 +21,7 @@ from ucformat.errors import PermissionDenied, UcformatError, UnsupportedError
 from ucformat.jobs import gc, opening
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
-from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import CATALOG_DOCUMENT, MANIFEST, TOMBSTONE
 from ucformat.storage.url import open_store
 from ucformat.storage.wrappers import WrappedStore
 

@@ -22,7 +22,7 @@ from ucformat.errors import Conflict, PermissionDenied
 from ucformat.jobs.documents import write_documents
 from ucformat.jobs.gc import collect
 from ucformat.jobs.register import register, reindex
-from ucformat.schema.documents import CATALOG_DOCUMENT
+from ucformat.schema import CATALOG_DOCUMENT
 
 if TYPE_CHECKING:
     from tests.catalog.conftest import Clock

@@ -25,7 +25,7 @@ from ucformat.errors import (
     UcformatError,
     UnsupportedError,
 )
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

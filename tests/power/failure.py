@@ -27,8 +27,7 @@ from ucformat.errors import Conflict, NotACheckpoint, UcformatError
 from ucformat.format.structure import read_manifest
 from ucformat.jobs.dependents import unprotected
 from ucformat.jobs.gc import collect
-from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import CATALOG_DOCUMENT, MANIFEST, NEEDED_BY
 from ucformat.settings import using
 from ucformat.storage.base import HIDDEN
 from ucformat.storage.url import open_store

@@ -34,8 +34,8 @@ from ucformat.format.bases import place_of_base
 from ucformat.format.structure import read_manifest
 from ucformat.jobs.gc import collect
 from ucformat.references import open_reference
-from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, NeededByDoc
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import CATALOG_DOCUMENT, MANIFEST, NEEDED_BY
+from ucformat.schema.documents import NeededByDoc
 from ucformat.settings import using
 from ucformat.storage.url import open_store
 

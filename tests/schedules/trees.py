@@ -24,8 +24,7 @@ from ucformat.errors import NotACheckpoint, UcformatError
 from ucformat.format.bases import place_of_base
 from ucformat.format.structure import read_manifest
 from ucformat.jobs.gc import collect
-from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import CATALOG_DOCUMENT, MANIFEST, NEEDED_BY
 from ucformat.settings import using
 from ucformat.storage.url import open_store
 from ucformat.torch import save

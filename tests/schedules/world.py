@@ -39,8 +39,8 @@ from ucformat.catalog.database import translated_errors as translated_database_e
 from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, UcformatError, Uncertain
 from ucformat.format.structure import parse_manifest
+from ucformat.schema import MANIFEST
 from ucformat.schema.documents import is_tombstone
-from ucformat.schema.manifest import MANIFEST
 from ucformat.settings import using
 from ucformat.storage import memory
 from ucformat.storage.error_mapping import mapping_os_errors

@@ -17,7 +17,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable

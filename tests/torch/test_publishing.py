@@ -19,7 +19,7 @@ from ucformat.format.patched import read_boxes
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.execute import ReadOptions
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.torch import Increments, Publisher, publish, subscribe
 from ucformat.torch.comm.group import single_process_group
 from ucformat.torch.loading.match import Matched

@@ -14,8 +14,8 @@ import ucformat.torch
 from tests.fakes import manifest_file
 from tests.torch.runs import data_file, fill, folders, manager_of, names, restored, state_at
 from ucformat.errors import IntegrityError, UcformatError, UnsupportedError
+from ucformat.schema import MANIFEST
 from ucformat.schema.limits import MOST_COMMITS
-from ucformat.schema.manifest import MANIFEST
 from ucformat.storage.url import open_store
 from ucformat.torch import Manager
 

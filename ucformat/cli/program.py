@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +90,8 @@ class LazyGroup(click.Group):
         # the table first: looking for what other packages register takes a while
         listed = args[0] in self.lazy or args[0].startswith("-")
         if not listed and args[0] not in (names := self.list_commands(ctx)):
+            from difflib import get_close_matches
+
             near = get_close_matches(args[0], names, 1)
             meant = f"did you mean {near[0]}? " if near else ""
             ctx.fail(f"no such command {args[0]!r}; {meant}the commands are {', '.join(names)}")

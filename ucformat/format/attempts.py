@@ -26,9 +26,9 @@ from ucformat.errors import (
     UpgradeNeeded,
 )
 from ucformat.format.digest import encoded
-from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE, version_of
-from ucformat.schema.manifest import ATTEMPT, MANIFEST, AttemptDoc
-from ucformat.schema.values import parsed
+from ucformat.schema import ATTEMPT, CATALOG_DOCUMENT, MANIFEST, TOMBSTONE
+from ucformat.schema.manifest import AttemptDoc
+from ucformat.schema.values import parsed, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -45,13 +45,13 @@ from ucformat.format.attempts import (
 )
 from ucformat.format.digest import document_digest
 from ucformat.format.structure import checked_manifest, find_manifest, read_manifest
-from ucformat.schema.documents import TOMBSTONE
-from ucformat.schema.manifest import MANIFEST, Manifest
+from ucformat.schema import MANIFEST, TOMBSTONE
 from ucformat.storage.base import content_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
 _log = logging.getLogger("ucformat")

@@ -18,7 +18,6 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 from ucformat.errors import UsageError
 from ucformat.schema.limits import MAX_DEPTH, check_json
-from ucformat.schema.values import parsed
 from ucformat.storage.base import read_parts
 
 if TYPE_CHECKING:
@@ -47,6 +46,8 @@ def check_values(values: Any, label: str, depth: int = MAX_DEPTH) -> None:
 
 def encoded(document: BaseModel) -> bytes:
     """The file of a document, after it was parsed again: what no reader would accept must replace nothing."""
+    from ucformat.schema.values import parsed  # with pydantic, which no digest needs
+
     try:
         data = document.model_dump_json(indent=1).encode()
         same = parsed(type(document), data) == document

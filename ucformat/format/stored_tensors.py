@@ -116,3 +116,15 @@ class StoredTensors(Sequence[TensorInfo]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+
+def index_tensors(
+    tensors: Sequence[TensorInfo],
+) -> tuple[Mapping[Key, TensorInfo], Mapping[str, list[str]]]:
+    """Tensors by name and state, and the states of each name."""
+    if isinstance(tensors, StoredTensors):
+        return tensors.by_key, tensors.states
+    infos, states = {info.key: info for info in tensors}, dict[str, list[str]]()
+    for key in infos:
+        states.setdefault(key.name, []).append(key.state)
+    return infos, states

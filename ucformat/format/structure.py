@@ -31,7 +31,7 @@ from ucformat.errors import (
 )
 from ucformat.format.chunking import Grid
 from ucformat.format.digest import own_digest, unwritable, with_own_digest
-from ucformat.schema.documents import is_tombstone
+from ucformat.schema import MANIFEST
 from ucformat.schema.limits import (
     MAX_ARRAY_DIMS,
     MAX_BASES,
@@ -48,7 +48,6 @@ from ucformat.schema.manifest import (
     FEATURES,
     FORMAT_MINOR,
     FORMAT_VERSION,
-    MANIFEST,
     PACKED,
     VIRTUAL,
     Manifest,
@@ -122,6 +121,8 @@ def read_manifest(store: Store) -> tuple[Manifest, str]:
     try:
         return parse_manifest(data, f"{store.url}/{MANIFEST}"), version
     except IntegrityError:
+        from ucformat.schema.documents import is_tombstone  # whose models take as long as these
+
         if not is_tombstone(data):
             raise
     raise NotACheckpoint(

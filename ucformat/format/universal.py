@@ -17,7 +17,7 @@ from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.stored_tensors import StoredTensors, ValueByKey
 from ucformat.format.structure import MOUNT, manifest_problems, read_manifest, refuse
 from ucformat.geometry.box import Box
-from ucformat.geometry.tensor import Key, TensorInfo, TensorList
+from ucformat.geometry.tensor import Key, TensorList
 from ucformat.reading.readable import (
     CheckpointMetadata,
     GroupPlace,
@@ -27,8 +27,8 @@ from ucformat.reading.readable import (
     path_from_json,
     path_to_json,
 )
-from ucformat.schema import ITEMSIZE
-from ucformat.schema.manifest import MANIFEST, GroupDoc, Manifest
+from ucformat.schema import ITEMSIZE, MANIFEST
+from ucformat.schema.manifest import GroupDoc, Manifest
 from ucformat.schema.tensors import CODECS, TensorDoc, TensorTable
 from ucformat.schema.values import loads
 from ucformat.storage.base import ENCODED
@@ -63,18 +63,6 @@ def json_object(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise IntegrityError(f"{where} is not a JSON object")
     return document
-
-
-def index_tensors(
-    tensors: Sequence[TensorInfo],
-) -> tuple[Mapping[Key, TensorInfo], Mapping[str, list[str]]]:
-    """Tensors by name and state, and the states of each name."""
-    if isinstance(tensors, StoredTensors):
-        return tensors.by_key, tensors.states
-    infos, states = {info.key: info for info in tensors}, dict[str, list[str]]()
-    for key in infos:
-        states.setdefault(key.name, []).append(key.state)
-    return infos, states
 
 
 def grid_of(doc: TensorDoc) -> Grid:

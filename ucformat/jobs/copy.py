@@ -55,7 +55,7 @@ from ucformat.jobs.tasks import job_name
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.execute import place_checksum
 from ucformat.references import open_reference
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.signatures import copy_signature
 from ucformat.storage.base import read_parts
 from ucformat.storage.concurrency import map_io

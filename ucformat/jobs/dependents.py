@@ -30,7 +30,8 @@ from ucformat.format.commit import settle
 from ucformat.format.digest import encoded
 from ucformat.format.mounted import is_below
 from ucformat.format.structure import read_manifest, sibling_name
-from ucformat.schema.documents import NEEDED_BY, TOMBSTONE, NeededByDoc
+from ucformat.schema import NEEDED_BY, TOMBSTONE
+from ucformat.schema.documents import NeededByDoc
 from ucformat.schema.values import parsed
 from ucformat.settings import allowed_roots, load_settings
 from ucformat.storage.base import exists

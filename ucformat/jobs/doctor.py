@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from ucformat.errors import PermissionDenied, UcformatError, UnsupportedError
 from ucformat.jobs import probes
 from ucformat.jobs.profiles import Profile, keep_profile
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.settings import load_settings, using
 from ucformat.storage.cache.scope import uncached
 from ucformat.storage.clouds import SCHEMES, Options, keys_in_environment, s3_settings

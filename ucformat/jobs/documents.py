@@ -35,7 +35,8 @@ from ucformat.jobs.dependents import (
     take_over,
 )
 from ucformat.jobs.listing import check_removed, is_empty
-from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE, CatalogDoc
+from ucformat.schema import CATALOG_DOCUMENT, TOMBSTONE
+from ucformat.schema.documents import CatalogDoc
 from ucformat.schema.values import parsed
 from ucformat.settings import load_settings
 from ucformat.storage.base import exists

@@ -12,8 +12,7 @@ from ucformat.format.digest import encoded
 from ucformat.jobs.documents import protections_of
 from ucformat.jobs.export_files import CLAIM, FOLDER, Claim, read_claim
 from ucformat.reading.readable import TRACKERS
-from ucformat.schema.documents import CATALOG_DOCUMENT
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import CATALOG_DOCUMENT, MANIFEST
 from ucformat.storage.base import check_key, exists
 
 if TYPE_CHECKING:

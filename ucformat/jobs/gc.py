@@ -40,8 +40,8 @@ from ucformat.jobs.removal import (
     remove_orphaned_document,
 )
 from ucformat.jobs.run import naming_place
-from ucformat.schema.documents import CATALOG_DOCUMENT, TOMBSTONE
-from ucformat.schema.manifest import MANIFEST, AttemptDoc
+from ucformat.schema import CATALOG_DOCUMENT, MANIFEST, TOMBSTONE
+from ucformat.schema.manifest import AttemptDoc
 from ucformat.schema.values import parsed
 from ucformat.storage.base import exists
 from ucformat.storage.url import as_strings, open_store

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 from ucformat._version import __version__
 from ucformat.errors import NotFound, UcformatError
 from ucformat.format.attempts import outside_attempts
-from ucformat.schema.documents import TOMBSTONE
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST, TOMBSTONE
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

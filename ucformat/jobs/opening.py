@@ -22,7 +22,7 @@ from ucformat.jobs.reopen import options_of, plain_options
 from ucformat.jobs.run import naming_place
 from ucformat.jobs.tasks import Job, job_name
 from ucformat.jobs.where import HERE, Where, run_job
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.storage.base import exists
 from ucformat.storage.concurrency import gc_paused, map_io
 from ucformat.storage.url import open_store

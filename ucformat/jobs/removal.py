@@ -35,14 +35,8 @@ from ucformat.jobs.dependents import dependents_at, forget_dependents, kept_keys
 from ucformat.jobs.documents import protections_of, read_document
 from ucformat.jobs.listing import check_removed
 from ucformat.jobs.record import with_catalog
-from ucformat.schema.documents import (
-    CATALOG_DOCUMENT,
-    NEEDED_BY,
-    TOMBSTONE,
-    TombstoneDoc,
-    is_tombstone,
-)
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import CATALOG_DOCUMENT, MANIFEST, NEEDED_BY, TOMBSTONE
+from ucformat.schema.documents import TombstoneDoc, is_tombstone
 from ucformat.schema.values import parsed
 from ucformat.signatures import SIGNATURE
 from ucformat.storage.url import open_store

@@ -20,8 +20,7 @@ from ucformat.format.structure import MOUNT, Problem
 from ucformat.jobs.copy import listed
 from ucformat.jobs.run import run, workers_for
 from ucformat.references import open_reference
-from ucformat.schema.documents import TOMBSTONE
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST, TOMBSTONE
 from ucformat.settings import local_path
 from ucformat.signatures import (
     SIGNATURE,

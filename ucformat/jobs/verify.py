@@ -54,7 +54,7 @@ from ucformat.jobs.tasks import Job, job_name
 from ucformat.jobs.where import Where, run_job
 from ucformat.reading.execute import read_fingerprint
 from ucformat.references import open_reference
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.signatures import check_signed
 from ucformat.storage.base import ENCODED, read_parts, stored_key
 from ucformat.storage.cache.scope import uncached

@@ -20,8 +20,7 @@ from ucformat.jobs.listing import search
 from ucformat.jobs.opening import by_outermost
 from ucformat.jobs.record import deleted_below, step_in_name
 from ucformat.references import open_catalog, open_entry, open_place
-from ucformat.schema.documents import TOMBSTONE
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST, TOMBSTONE
 from ucformat.storage.concurrency import Cache, map_io
 from ucformat.storage.url import open_store, path_text
 from ucformat.storage.wrappers import WatchedStore

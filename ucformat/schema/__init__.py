@@ -1,22 +1,43 @@
-"""Documents that cross a boundary, as pydantic models, and their JSON Schemas; and the dtypes that tensors may have."""
+"""Documents that cross a boundary, as pydantic models, and their JSON Schemas; and the dtypes that tensors may have.
+
+What is here needs no pydantic: whoever only looks for a document, or reads none, does not import it.
+"""
 
 from __future__ import annotations
 
 __all__ = [
+    "ATTEMPT",
     "CASTABLE",
+    "CATALOG_DOCUMENT",
     "FINGERPRINT",
     "FLOATS",
     "ITEMSIZE",
     "LINEAGE_KINDS",
+    "MANIFEST",
+    "NEEDED_BY",
     "NUMBERS",
     "SAFETENSORS_DTYPES",
     "SAFETENSORS_PACKED",
     "TENSORSTORE_DTYPES",
+    "TOMBSTONE",
     "TORCH_NUMBERS",
     "TORCH_SAVE_DTYPES",
     "ZARR_DTYPES",
     "ZARR_EXTENSIONS",
 ]
+
+#: The names of documents, in the checkpoint's folder.
+MANIFEST = "manifest.json"
+TOMBSTONE = "tombstone.json"
+CATALOG_DOCUMENT = "ucformat-catalog.json"
+
+#: The folder of the documents of those who need a checkpoint's files. Each is named after the id of
+#: the checkpoint that needs them.
+NEEDED_BY = "needed-by"
+
+#: The names of attempts, as a regular expression: no folder that somebody else made is called so by
+#: chance.
+ATTEMPT = "[0-9a-f]{20}"
 
 #: The dtypes of arrays under names of their own: those of every Zarr v3 reader, and the extensions.
 ZARR_DTYPES: dict[str, int] = {

@@ -13,16 +13,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ucformat.schema.manifest import ATTEMPT, LineageDoc
-from ucformat.schema.values import Instant, loads
+from ucformat.schema import ATTEMPT
+from ucformat.schema.manifest import LineageDoc
+from ucformat.schema.values import Instant, version_of
 
 
 class _Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-#: The name of the document, in the checkpoint's folder.
-TOMBSTONE = "tombstone.json"
 
 
 class TombstoneDoc(_Document):
@@ -43,23 +40,6 @@ class TombstoneDoc(_Document):
 def is_tombstone(data: bytes) -> bool:
     """Whether a document is a tombstone of any version."""
     return version_of(data, "ucformat-tombstone") is not None
-
-
-def version_of(data: bytes, form: str) -> int | None:
-    """The version of a document of some format; None if it is none."""
-    try:
-        document = loads(data)
-    except ValueError:
-        return None
-    if not isinstance(document, dict) or document.get("format") != form:
-        return None
-    version = document.get("version")
-    return version if type(version) is int else 0
-
-
-#: The folder of these documents, beside the files. Each is named after the id of the checkpoint
-#: that needs them.
-NEEDED_BY = "needed-by"
 
 
 Count = Annotated[int, Field(ge=0, lt=2**31 - 1)]  # as the tables hold it, with room for one more
@@ -117,10 +97,6 @@ class ChannelDoc(_Document):
     format: Literal["ucformat-channel"] = "ucformat-channel"
     version: Literal[1] = 1
     versions: Annotated[tuple[VersionDoc, ...], Field(min_length=1)]
-
-
-#: The name of the document, in the checkpoint's folder.
-CATALOG_DOCUMENT = "ucformat-catalog.json"
 
 
 class _CatalogPart(_Document):

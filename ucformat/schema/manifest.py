@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ucformat.schema import LINEAGE_KINDS
+from ucformat.schema import ATTEMPT, LINEAGE_KINDS
 from ucformat.schema.limits import MAX_INTEGER, MAX_RANKS, MOST_COMMITS
 from ucformat.schema.tensors import Digest, Size, StatePath, TensorTable, Text  # noqa: TC001 - pydantic reads them
 from ucformat.schema.values import Finite, Instant, Number, Time, Values  # noqa: TC001 - pydantic reads them
@@ -23,13 +23,6 @@ FORMAT_MINOR = 0
 PACKED, EXTENTS, VIRTUAL = "packed", "extents", "virtual"
 CODECS, PATCHES, BASES, LOSSY = "codecs", "patches", "bases", "lossy"
 FEATURES = frozenset({PACKED, EXTENTS, VIRTUAL, CODECS, PATCHES, BASES, LOSSY})
-
-#: The name of the document, in the checkpoint's folder.
-MANIFEST = "manifest.json"
-
-#: The names of attempts, as a regular expression: no folder that somebody else made is called so by
-#: chance.
-ATTEMPT = "[0-9a-f]{20}"
 
 Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]

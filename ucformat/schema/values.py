@@ -79,6 +79,18 @@ def parsed(document: type[Model], data: bytes) -> Model:
     return document.model_validate_json(data, strict=True)
 
 
+def version_of(data: bytes, form: str) -> int | None:
+    """The version of a document of some format; None if it is none."""
+    try:
+        document = loads(data)
+    except ValueError:
+        return None
+    if not isinstance(document, dict) or document.get("format") != form:
+        return None
+    version = document.get("version")
+    return version if type(version) is int else 0
+
+
 _MANY = 64  # from so many on, one look at all integers is faster than one at each type
 _DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 

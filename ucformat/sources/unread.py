@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ucformat.reading.readable import TRACKERS
-from ucformat.schema.documents import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE
+from ucformat.schema import CATALOG_DOCUMENT, NEEDED_BY, TOMBSTONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

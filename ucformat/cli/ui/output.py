@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 from contextlib import contextmanager
 from threading import Timer
@@ -172,7 +171,11 @@ def use_color(stream: Any) -> bool:
 
 def terminal_width() -> int | None:
     """The width of the terminal in columns; None if stdout is a pipe or file, where nothing is shortened."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    if not sys.stdout.isatty():
+        return None
+    from shutil import get_terminal_size
+
+    return get_terminal_size().columns
 
 
 def _write(stream: Any, text: str) -> None:

@@ -18,7 +18,7 @@ from transformers.trainer_utils import sort_checkpoints
 from ucformat.engines.huggingface.accelerate import unwrapped
 from ucformat.errors import NotACheckpoint, NotCertified, UnsupportedError, check_keywords
 from ucformat.jobs.removal import discard
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.sources.configuration import program_config
 from ucformat.torch.comm.group import group_for_call
 from ucformat.torch.loading.arguments import RestoreArguments

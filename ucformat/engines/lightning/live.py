@@ -22,7 +22,7 @@ from ucformat.errors import (
 )
 from ucformat.jobs.removal import discard
 from ucformat.references import open_reference
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.sources.configuration import program_config
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store

@@ -12,7 +12,7 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ucformat.errors import UcformatError, UsageError, check_keywords
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of

@@ -16,7 +16,7 @@ from ucformat.format.structure import Problem
 from ucformat.geometry.tensor import Extent, Key, Tiles, single_extents
 from ucformat.jobs.record import deleted_below, record_verification
 from ucformat.jobs.run import Report, run
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.storage.base import stored_key
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.load import load

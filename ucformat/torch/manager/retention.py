@@ -35,7 +35,7 @@ from ucformat.jobs.record import ask_catalog
 from ucformat.jobs.register import register
 from ucformat.jobs.removal import read_tombstone, remove
 from ucformat.jobs.thin import thin_at
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.schema.policy import Keep as Rules
 from ucformat.schema.policy import Policy
 from ucformat.settings import load_settings, source_of

@@ -16,8 +16,7 @@ from ucformat.catalog.lines import newest_first
 from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded, UsageError
 from ucformat.format.structure import read_manifest
 from ucformat.format.thinned import state_bytes
-from ucformat.schema.documents import TOMBSTONE
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST, TOMBSTONE
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.wire import message

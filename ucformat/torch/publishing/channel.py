@@ -14,8 +14,8 @@ import torch
 from ucformat.errors import Conflict, IntegrityError, Uncertain
 from ucformat.format.digest import document_digest, encoded
 from ucformat.jobs.dependents import put_version, read_versioned
-from ucformat.schema.documents import CHANNEL, TOMBSTONE, ChannelDoc
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST, TOMBSTONE
+from ucformat.schema.documents import CHANNEL, ChannelDoc
 from ucformat.schema.values import parsed
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store

@@ -10,7 +10,7 @@ from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded
 from ucformat.format.bases import folder_around, url_of_base
 from ucformat.jobs.increments import Base
 from ucformat.references import open_reference
-from ucformat.schema.manifest import MANIFEST
+from ucformat.schema import MANIFEST
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import open_store, split_url
 from ucformat.torch.saving.options import LATEST
