@@ -201,9 +201,13 @@ class ObjectStore(FlatStore):
 
     def info(self, key: str) -> Info:
         """Size and version of an object."""
+        check_key(key)
+        with BUDGET.take(1, 0):
+            return self._head(key)
+
+    def _head(self, key: str) -> Info:
         import obstore
 
-        check_key(key)
         return _info(self._request("read", key, lambda client: obstore.head(client, key)))
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -311,7 +315,7 @@ class ObjectStore(FlatStore):
         except NotFound:
             raise
         except UcformatError:
-            size = self.info(key).size
+            size = self._head(key).size  # of a request that has its place in the budget
             for begin, nbytes in ranges:
                 check_range(self._name(key), begin, nbytes, size)
             raise
