@@ -22,7 +22,7 @@ from ucformat.format.extents import blocks_of
 from ucformat.format.sidecar import Columns, decode, encode_columns
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh
-from ucformat.geometry.tensor import TensorInfo, single_extents
+from ucformat.geometry.tensor import FileRun, TensorInfo, single_extents
 from ucformat.schema.tensors import TensorDoc, TensorTable
 
 
@@ -79,6 +79,21 @@ def test_offsets_are_those_of_files_written_in_order(
         tiling = Tiling(rows[[r.tensor for r in rows].index(number)].tile, info.itemsize)
         assert tiles == {
             t for _, box, _ in met for t in tiling.boxes(box) if t.intersect(within) is not None
+        }
+        runs = [
+            tiles
+            for run in found.file_runs(number, within)
+            for tiles in (
+                map(run.tiles, range(len(run.files))) if isinstance(run, FileRun) else [run]
+            )
+        ]
+        assert {
+            (e.file, e.box, e.offset) for e in single_extents(runs) if e.box.intersect(within)
+        } == {
+            (packed_file("data/x", rank), tile, at)
+            for rank, box, offset in met
+            for at, tile in tiling.placed(box, offset)
+            if tile.intersect(within)
         }
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ucformat.errors import ChecksumError, MissingData
-from ucformat.format.chunking import Grid
+from ucformat.format.chunking import Grid, Tiling
 from ucformat.format.shard import write_shard
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Block, Extent, FileRun, Piece, TensorInfo, Tiles
@@ -249,6 +249,29 @@ def test_one_request_stands_for_all_files_of_a_run() -> None:
     assert (plan.ranges, plan.bytes_read, plan.bytes_unverified) == (3, 18, 18)
     checked = make_plan([ReadItem(info, [run], [(0, Piece(box, 0, (2, 1)))])])
     assert (checked.bytes_read, checked.bytes_besides, checked.bytes_unverified) == (30, 12, 0)
+
+
+@given(st.data(), st.sampled_from(VERIFY), COSTS)
+def test_tensors_that_lie_alike_are_planned_as_each_alone(
+    data: st.DataObject, verify: Verify, costs: Costs
+) -> None:
+    items = []
+    shapes = [tuple(data.draw(st.integers(1, 9)) for _ in range(2)) for _ in range(2)]
+    for n in range(data.draw(st.integers(2, 6))):
+        shape = data.draw(st.sampled_from(shapes))
+        info = TensorInfo(
+            f"t{n}", "weight", data.draw(st.sampled_from(["uint8", "float32"])), shape
+        )
+        tiling = Tiling(data.draw(st.sampled_from([(1, 2), (4, 9), (9, 9)])), info.itemsize)
+        box = data.draw(st.sampled_from([Box.whole(shape), Box((0, 0), (1, shape[1]))]))
+        offset = 64 * data.draw(st.integers(0, 9))
+        tiles = list(tiling.runs(Box.whole(shape), f"file{n}", offset))
+        items.append(ReadItem(info, tiles, [(n, Piece(box, 0, row_major(box.shape)))]))
+    together = make_plan(items, verify, costs)
+    alone = [make_plan([item], verify, costs) for item in items]
+    assert list(together.requests) == [r for plan in alone for r in plan.requests]
+    assert together.bytes_unverified == sum(plan.bytes_unverified for plan in alone)
+    assert together.bytes_read == sum(plan.bytes_read for plan in alone)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
