@@ -620,12 +620,15 @@ def test_a_catalog_that_is_away_makes_no_save_fail(
         warnings.simplefilter("error")
         ck = universal(tmp_path / "run7" / "1", 1)
         ucformat.verify(ck).raise_if_damaged()
-    first, *_, second = caplog.records
+    first, *others = caplog.records
     assert (first.name, first.levelname) == ("ucformat", "WARNING")
     assert f"{ck.url} is committed, but not in the catalog" in first.getMessage()
     assert f"ucp reindex {ck.url}" in first.getMessage()
     assert "\n" not in first.getMessage()
-    assert "verification" in second.getMessage()
+    if how == "no folder":  # there is no catalog to which a verification could matter
+        assert others == []
+    else:
+        assert "verification" in others[-1].getMessage()
     assert open_checkpoint(ck.url).id == ck.id
     with Catalog(str(recording)) as catalog:
         assert names(reindex(ck.url, catalog).entries) == ["run7@1"]
