@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -108,3 +110,16 @@ def test_bytes_that_were_read_are_read_once() -> None:
     assert [store.read("a"), store.read("a", 1, 1), store.read("a", 1, 2)] == [b"old", b"l", b"ew"]
     store.forget_bytes()
     assert store.read("a") == b"new"
+
+
+def test_calls_are_made_where_only_whole_processes_are_measured() -> None:
+    """As on macOS."""
+    program = (
+        "import resource; del resource.RUSAGE_THREAD\n"
+        "from ucformat.storage.concurrency import map_io\n"
+        "print(map_io(abs, range(-3, 1)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[3, 2, 1, 0]\n", done.stderr

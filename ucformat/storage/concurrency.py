@@ -87,9 +87,13 @@ def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     return out
 
 
+# only Linux counts those of a thread
+_OWN_USAGE: int = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+
+
 def _waits() -> int:
-    """How often this thread has given up its core to wait for something."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    """How often this thread, or where that is not known this process, has given up its core to wait for something."""
+    return resource.getrusage(_OWN_USAGE).ru_nvcsw
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
