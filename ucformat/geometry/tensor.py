@@ -208,6 +208,10 @@ class Tiles:
             offset += number * step
         return offset
 
+    def block_at(self, offset: int) -> Block:
+        """The block of the chunk that begins there in the file."""
+        return Block(offset, self.pitch - 4, placed=self.placed)
+
     def extents(self, within: Box | None = None) -> Iterator[Extent]:
         """An extent for each chunk, or only for those that intersect a box."""
         strides, steps = row_major(self.chunk, self.itemsize), self.strides
@@ -222,7 +226,7 @@ class Tiles:
             )
             start = tuple(a + b for a, b in zip(self.box.start, begin, strict=True))
             offset = self.offset + offset_of(at, steps)
-            block = Block(offset, self.pitch - 4, placed=self.placed)
+            block = self.block_at(offset)
             yield Extent(Box(start, shape), self.file, offset, strides, block)
 
 

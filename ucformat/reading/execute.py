@@ -17,7 +17,7 @@ from ucformat.errors import ChecksumError, IntegrityError, MissingData, NotFound
 from ucformat.geometry.box import Box, is_non_overlapping, offset_of, reach, row_major
 from ucformat.geometry.fingerprint import fingerprint_of, text_of, total
 from ucformat.geometry.flat_buffer import flat_boxes
-from ucformat.geometry.tensor import Block, Piece
+from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.storage.base import read_ranges, stored_key
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.geometry.fingerprint import Sums
-    from ucformat.geometry.tensor import Extent, TensorInfo, Tiles
+    from ucformat.geometry.tensor import Block, Extent, TensorInfo, Tiles
     from ucformat.reading.plan import Copy, Plan, Request, Verify
     from ucformat.reading.readable import Readable
     from ucformat.storage.base import Checksums, Costs, Store
@@ -113,7 +113,7 @@ def read_chunks(
     Args:
         offsets: where they begin.
     """
-    block = Block(offsets[0], tiles.pitch - 4, placed=tiles.placed)
+    block = tiles.block_at(offsets[0])
 
     def read() -> None:
         fill_next = partial(store.read_into, tiles.file, offsets[0])
