@@ -477,11 +477,11 @@ class _Planner:
         # all that requests depend on, besides the buffer, the file and where in it the tiles begin
         place = (piece, extent.box, extent.chunk, extent.itemsize, extent.steps, itemsize)
         key = (*place, ENCODED in extent.file)
-        if (known := self._planned.get(key)) is None:
+        if (earlier := self._planned.get(key)) is None:
             planned = self._new_requests(buffer, piece, extent, common, itemsize)
             self._planned[key] = extent.offset, planned
             return planned
-        offset, (requests, unverified, besides) = known
+        offset, (requests, unverified, besides) = earlier
         by = extent.offset - offset
         return [_moved(r, extent.file, by, buffer) for r in requests], unverified, besides
 

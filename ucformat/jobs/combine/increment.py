@@ -37,11 +37,11 @@ def compare_outputs(
     Returns:
         Of those that are expected to be equal, which are, and which must be read.
     """
-    known = fingerprints or [source.metadata.fingerprints for source in combination.sources]
+    fingerprints = fingerprints or [s.metadata.fingerprints for s in combination.sources]
     expected, certain = [], {}
     for key, output in combination.outputs.items():
         alike = base.alike(output.info)
-        inputs = {known[o.input].get(o.info.key) for o in _operands(combination, key)}
+        inputs = {fingerprints[o.input].get(o.info.key) for o in _operands(combination, key)}
         if alike is not None and inputs <= {alike.fingerprint, None}:
             expected.append(output.info)
             if output.how != "combined" and None not in inputs:
@@ -55,17 +55,18 @@ def find_references(
     """Find the tensors that equal those of a base; reads what does not follow from records, and writes nothing."""
     from ucformat.jobs.fingerprints import compute_fingerprints  # which needs SQLAlchemy
 
-    known = [dict(source.metadata.fingerprints) for source in combination.sources]
+    fingerprints = [dict(source.metadata.fingerprints) for source in combination.sources]
     for number, source in enumerate(combination.sources):
         unread = {
             o.info.key: o.info
-            for info in compare_outputs(combination, base, known).unread
+            for info in compare_outputs(combination, base, fingerprints).unread
             for o in _operands(combination, info.key)
-            if o.input == number and known[number].get(o.info.key) is None
+            if o.input == number and fingerprints[number].get(o.info.key) is None
         }
         if unread:
-            known[number] |= compute_fingerprints(source, list(unread.values()), lambda _: None)
-    comparison = compare_outputs(combination, base, known)
+            infos = list(unread.values())
+            fingerprints[number] |= compute_fingerprints(source, infos, lambda _: None)
+    comparison = compare_outputs(combination, base, fingerprints)
     others = combination.outputs.keys() - {info.key for info in comparison.unread}
     # bytes that are damaged have another fingerprint, and are verified when they are written
     unverified = replace(options, verify=False, progress=None)

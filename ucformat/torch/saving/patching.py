@@ -177,9 +177,9 @@ class TilePatcher:
         if not self.fits(info):
             return encoded
         compared: list[int] = []  # the numbers of those that need the bytes of the base
-        of_base = self._fingerprints(info.key, [box for box, _, _ in tiles])
+        base_fingerprints = self._fingerprints(info.key, [box for box, _, _ in tiles])
         for number, (box, data, fingerprint) in enumerate(tiles):
-            before = of_base[number]
+            before = base_fingerprints[number]
             rows = self._changed_rows(info, box)
             if before == fingerprint:
                 encoded[number] = Encoding.SAME, b""

@@ -154,16 +154,18 @@ class ChangedRows:
             weight = table.weight
             here = weight.to_local() if isinstance(weight, DTensor) else weight
             paths = [by_module[m] for m in by_module if getattr(m, "weight", None) is weight]
-            found = {by_path[path] for path in paths if path in by_path}
-            found |= {by_memory[k] for k in [(here.data_ptr(), weight.shape)] if k in by_memory}
-            if not found:
+            table_names = {by_path[path] for path in paths if path in by_path}
+            table_names |= {
+                by_memory[k] for k in [(here.data_ptr(), weight.shape)] if k in by_memory
+            }
+            if not table_names:
                 raise UsageError(
                     f"changed=ChangedRows(…) has an embedding of {table.num_embeddings:,} rows that "
                     "is not in the state",
                     hint="give it the model that is saved, or give masks of rows: "
                     "changed={name: mask}",
                 )
-            self._names.append(sorted(found))
+            self._names.append(sorted(table_names))
 
     def begin(self, report: LoadReport) -> None:
         """Begin anew from a checkpoint that was loaded."""
