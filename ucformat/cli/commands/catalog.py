@@ -9,7 +9,6 @@ from ucformat.cli.ui.options import CATALOG, command
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import count, field
 from ucformat.redacted import shown_url
-from ucformat.settings import catalog_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +36,8 @@ def info(out: Output) -> None:
     from ucformat.errors import UcformatError
     from ucformat.settings import load_settings, source_of
 
-    url = load_settings().catalog_url()
+    settings = load_settings()
+    url = settings.catalog_url()
     data: dict[str, Any] = {
         "url": None if url is None else shown_url(url),
         "from": source_of("catalog"),
@@ -51,7 +51,8 @@ def info(out: Output) -> None:
     error = None
     if url is not None:
         try:
-            data |= _contents(url)
+            exists = settings.existing_catalog() is not None
+            data |= _contents(url) if exists else {"state": "not created yet"}
         except UcformatError as raised:
             error = raised
             data["state"] = "older" if raised.exit_code == 7 else "unreachable"
@@ -61,12 +62,9 @@ def info(out: Output) -> None:
 
 
 def _contents(url: str) -> dict[str, Any]:
-    """The state and contents of the catalog; one that does not exist yet is not created."""
+    """The state and contents of a catalog that exists."""
     from ucformat.catalog.catalog import Catalog
 
-    file = catalog_file(url)
-    if file is not None and not file.exists():
-        return {"state": "not created yet"}
     with Catalog(url) as catalog:
         return {
             "url": catalog.url,
