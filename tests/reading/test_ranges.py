@@ -135,6 +135,43 @@ def test_a_damaged_chunk_is_found_in_what_is_lent(place: MemoryStore) -> None:
         ucformat.open(Damaging(place))["w"].read()
 
 
+def test_neighbouring_chunks_are_verified_where_they_belong(
+    place: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although several copies describe where that is; each of them is verified."""
+
+    class Damaging(Lender):
+        costs = replace(Lender.costs, request=1 << 20, join=1 << 20)
+        at: int | None = None
+
+        @contextmanager
+        def read_ranges(
+            self, key: str, ranges: Sequence[tuple[int, int]]
+        ) -> Iterator[Sequence[memoryview]]:
+            with super().read_ranges(key, ranges) as views:
+                copies = [bytearray(view) for view in views]
+                if self.at is not None and key == request.file:
+                    copies[0][self.at] ^= 1
+                yield [memoryview(c) for c in copies]
+
+    def copied(*_: object) -> None:
+        raise AssertionError("a request was copied")
+
+    monkeypatch.setattr(execute, "_copy_out", copied)
+    rows = ucformat.Layout({"tp": 1}, [{"match": "*", "place": ["replicate"]}])
+    store = Damaging(place)
+    plan = ucformat.open(store).plan(rows, 0)
+    _, request = plan.plan.requests
+    out = plan.execute(threads=1)
+    assert same(out["w", "weight"], A)
+    assert same(out["b", "weight"], B)
+    assert len(request.copies) > 1
+    for copy in request.copies:
+        store.at = copy.src + copy.count * copy.src_step // 2
+        with pytest.raises(ChecksumError, match="w weight: the chunk"):
+            plan.execute(threads=1)
+
+
 def test_stores_around_it_lend_too_and_others_do_not(place: MemoryStore) -> None:
     manifest = place.read("manifest.json")
     for store in (CachedListingStore(Lender(place)), PrefixStore(Lender(MemoryStore("x")), "y")):

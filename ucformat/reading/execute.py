@@ -9,7 +9,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -118,7 +118,7 @@ def read_chunks(
     def read() -> None:
         fill_next = partial(store.read_into, tiles.file, offsets[0])
         try:
-            _fill_blocks(store, tiles.file, block, offsets, outs, fill_next, label)
+            _fill_chunks(store, tiles.file, [_Chunks(block, offsets, outs, label)], fill_next)
         except NotFound as error:
             raise MissingData(f"{label}: {error.message}") from error
 
@@ -524,44 +524,69 @@ def _fill_in_place(
     labels: Sequence[str],
 ) -> bool:
     """Fill the destinations of a request's bytes with them if their order allows, and verify chunks; False if not."""
-    if len(r.copies) != 1:
-        return False
-    copy = r.copies[0]
-    direct = list(_direct_buffers(copy, r.nbytes, memories[copy.buffer]))
-    if not direct:
-        return False
-    if (block := copy.block) is None:
-        fill_next(direct, None)
-        return True
-    starts = [block.offset + k * copy.src_step for k in range(copy.count)]
-    _fill_blocks(store, r.file, block, starts, direct, fill_next, labels[copy.buffer])
+    if not r.is_checked:
+        copy = r.copies[0]
+        direct = (
+            list(_direct_buffers(copy, r.nbytes, memories[copy.buffer]))
+            if len(r.copies) == 1
+            else []
+        )
+        if direct:
+            fill_next(direct, None)
+        return bool(direct)
+    chunks: list[_Chunks] = []
+    end = r.offset
+    for copy in r.copies:
+        if (
+            block := copy.block
+        ) is None or block.offset < end:  # of a chunk that another copy verifies
+            return False
+        direct = list(_direct_buffers(copy, r.nbytes, memories[copy.buffer]))
+        if not direct:
+            return False
+        starts = [block.offset + k * copy.src_step for k in range(copy.count)]
+        chunks.append(_Chunks(block, starts, direct, labels[copy.buffer]))
+        end = starts[-1] + block.stored
+    _fill_chunks(store, r.file, chunks, fill_next)
     return True
 
 
-def _fill_blocks(
-    store: Store,
-    file: str,
-    block: Block,
-    starts: Sequence[int],
-    buffers: Sequence[memoryview],
-    fill_next: Fill,
-    label: str,
-) -> None:
-    """Fill a buffer with each of the blocks like `block` that begin at `starts`, and verify them."""
-    crcs = [_start(file, block, at) for at in starts]
-    if block.crc32c is not None:
-        fill_next(buffers, crcs)
-        _check(store, file, block, zip(starts, crcs, repeat(block.crc32c)), label)
-        return
-    stored = [bytearray(4) for _ in buffers]
-    chunks_and_checksums = [
-        b for chunk, four in zip(buffers, stored, strict=True) for b in (chunk, memoryview(four))
-    ]
-    # the checksum of a stored checksum is not used
-    crcs = [c for crc in crcs for c in (crc, 0)]
-    fill_next(chunks_and_checksums, crcs)
-    expected = (int.from_bytes(s, "little") for s in stored)
-    _check(store, file, block, zip(starts, crcs[::2], expected, strict=True), label)
+class _Chunks(NamedTuple):
+    """Adjacent chunks like `block` of a file: where they begin, and the buffers to read them into."""
+
+    block: Block
+    starts: Sequence[int]
+    buffers: Sequence[memoryview]
+    label: str
+
+
+def _fill_chunks(store: Store, file: str, chunks: Sequence[_Chunks], fill_next: Fill) -> None:
+    """Fill the buffers of chunks, and of the gaps between them, with the next bytes of a file, and verify them."""
+    buffers: list[memoryview] = []
+    crcs: list[int] = []
+    firsts: list[int] = []  # numbers of the buffers
+    end = chunks[0].starts[0]
+    for block, starts, direct, _ in chunks:
+        if starts[0] > end:
+            buffers.append(memoryview(bytearray(starts[0] - end)))
+            crcs.append(0)
+        firsts.append(len(buffers))
+        for at, buffer in zip(starts, direct, strict=True):
+            buffers.append(buffer)
+            crcs.append(_start(file, block, at))
+            if block.crc32c is None:
+                buffers.append(memoryview(bytearray(4)))
+                crcs.append(0)  # the checksum of a stored checksum is not used
+        end = starts[-1] + block.stored
+    fill_next(buffers, crcs)
+    for (block, starts, _, label), first in zip(chunks, firsts, strict=True):
+        if block.crc32c is None:
+            stored = buffers[first + 1 : first + 2 * len(starts) : 2]
+            expected: Iterable[int] = (int.from_bytes(four, "little") for four in stored)
+            own = crcs[first : first + 2 * len(starts) : 2]
+        else:
+            expected, own = repeat(block.crc32c), crcs[first : first + len(starts)]
+        _check(store, file, block, zip(starts, own, expected, strict=False), label)
 
 
 def _fill_from(data: memoryview, buffers: Sequence[memoryview], crcs: Checksums | None) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 from ucformat.errors import Conflict, MissingData, NotFound, UnsafeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "ENCODED",
@@ -416,4 +416,6 @@ def read_ranges(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> Ra
     Args:
         ranges: pairs of offset and size in bytes.
     """
-    return store.read_ranges(key, ranges) if isinstance(store, RangeReader) else None
+    # not `isinstance` for each request: of a protocol it takes 25 µs
+    lend: Callable[..., Ranges | None] | None = getattr(store, "read_ranges", None)
+    return None if lend is None else lend(key, ranges)
