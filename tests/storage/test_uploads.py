@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.storage.conftest import PART
 from tests.storage.proxy import answer
 from ucformat.errors import Conflict, NotFound, UcformatError, Uncertain
+from ucformat.storage import upload
 from ucformat.storage.base import content_version
 from ucformat.storage.upload import part_size, unit_for
 from ucformat.storage.url import open_store
@@ -207,6 +209,27 @@ def test_an_upload_that_is_aborted_leaves_nothing(faulty: Faulty, place: str, st
     del forgotten
     assert list(store.list()) == []
     assert unfinished(faulty, place) == []
+
+
+@SMALL_PARTS
+def test_memory_of_parts_is_used_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its bytes are sent, and not before."""
+    made: list[int] = []
+
+    class Counted(bytearray):
+        def __init__(self, nbytes: int = 0) -> None:
+            super().__init__(nbytes)
+            made.append(nbytes)
+
+    monkeypatch.setattr(upload, "bytearray", Counted, raising=False)
+    data = random.Random(1).randbytes(40 * PART + 5)
+    with store.create("f") as out:
+        for at in range(0, len(data), 1000):
+            scratch = bytearray(data[at : at + 1000])
+            out.write(scratch)
+            scratch[:] = bytes(len(scratch))
+    assert store.read("f") == data
+    assert 1 < sum(nbytes > 0 for nbytes in made) <= 7
 
 
 @pytest.mark.front("busy")

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 import uuid
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import (
@@ -124,7 +125,7 @@ def part_size(unit: int) -> int:
 
 
 class ObjectWriter(FileWriter):
-    """Holds at most `2 + _IN_FLIGHT` parts in memory; nothing is visible before `close`, or after `abort`.
+    """Holds at most `3 + _IN_FLIGHT` parts in memory; nothing is visible before `close`, or after `abort`.
 
     If the answer to the last request is lost, the write id shows whether the object was written.
     """
@@ -133,7 +134,9 @@ class ObjectWriter(FileWriter):
         self._client, self._key, self._name, self._deadline = client, key, name, deadline
         self._part = part_size(unit)
         self._id = uuid.uuid4().hex
-        self._pending = bytearray()
+        self._memory = _PartMemory(self._part)
+        self._pending = bytearray()  # memory of the next part, of which the first bytes are there
+        self._filled = 0
         self._upload: _Upload | None = None
         self._open = True
 
@@ -143,20 +146,28 @@ class ObjectWriter(FileWriter):
             raise ValueError("the writer is closed")
         view = memoryview(data).cast("B")
         while view:
-            take = view[: self._part - len(self._pending)]
-            self._pending += take
+            if not self._pending:
+                self._pending = self._memory.take()
+            take = view[: self._part - self._filled]
+            self._pending[self._filled : self._filled + take.nbytes] = take
+            self._filled += take.nbytes
             view = view[take.nbytes :]
-            if len(self._pending) == self._part:
+            if self._filled == self._part:
                 self._send()
 
     def _send(self) -> None:
         if self._upload is None:
             self._upload = _Upload(self._client, self._key, self._part, self._id, self._deadline)
         try:
-            self._upload.put(bytes(self._pending))
+            self._upload.put(self._take_pending())
         except Exception as error:  # noqa: BLE001 - any error that ended the upload
             raise self._failed(error) from None
-        self._pending.clear()
+
+    def _take_pending(self) -> memoryview:
+        """The bytes of the next part, to which nothing refers any more."""
+        part = self._memory.lend(self._pending, self._filled)
+        self._pending, self._filled = bytearray(), 0
+        return part
 
     def close(self) -> None:
         """Finish the upload."""
@@ -171,12 +182,12 @@ class ObjectWriter(FileWriter):
                 obstore.put(
                     self._client,
                     self._key,
-                    bytes(self._pending),
+                    bytes(self._take_pending()),
                     attributes=attributes,
                     use_multipart=False,
                 )
             else:
-                self._upload.put(bytes(self._pending))
+                self._upload.put(self._take_pending())
                 self._upload.finish()
         except Exception as error:  # noqa: BLE001 - see above
             if not self._was_written(error):
@@ -210,11 +221,29 @@ class ObjectWriter(FileWriter):
             self.abort()
 
 
+class _PartMemory:
+    """Memory for parts, which is used again once obstore has let go of it: fresh pages cost more than the copy."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._free: list[bytearray] = []
+
+    def take(self) -> bytearray:
+        """Memory for a part."""
+        return self._free.pop() if self._free else bytearray(self._nbytes)
+
+    def lend(self, memory: bytearray, nbytes: int) -> memoryview:
+        """The first bytes of memory, which is free again when nothing refers to them."""
+        view = memoryview(memory)[:nbytes]
+        weakref.finalize(view, self._free.append, memory)
+        return view
+
+
 class _Upload:
     """A multipart upload: obstore takes parts in its own thread, sends several at once, and aborts on an error."""
 
     def __init__(self, client: Client, key: str, part: int, own_id: str, deadline: float) -> None:
-        self._parts: queue.Queue[bytes | None] = queue.Queue(_QUEUED)
+        self._parts: queue.Queue[memoryview | None] = queue.Queue(_QUEUED)
         self._aborted = threading.Event()
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -254,20 +283,21 @@ class _Upload:
         finally:
             self._ended.set()
 
-    def _sent_parts(self) -> Iterator[bytes]:
+    def _sent_parts(self) -> Iterator[memoryview]:
         self._started = True
         while (part := self._parts.get()) is not None:
             if part:
-                yield part
+                parts, part = [part], None
+                yield parts.pop()  # to which nothing here refers once it is sent
         if self._aborted.is_set():
             raise _Aborted
 
-    def put(self, part: bytes | None) -> None:
+    def put(self, part: memoryview | None) -> None:
         """Hand over a part once there is room for it; raises the error that ended the upload, if any."""
         if not self._enqueue(part):
             raise self._error or RuntimeError("the upload has ended")
 
-    def _enqueue(self, part: bytes | None) -> bool:
+    def _enqueue(self, part: memoryview | None) -> bool:
         """Whether the part was handed over before the upload ended."""
         while not self._ended.is_set():
             try:
