@@ -10,7 +10,7 @@ import pytest
 from ucformat.errors import UcformatError, UnsafeError, UnsupportedError, UsageError
 from ucformat.settings import using
 from ucformat.storage import clouds
-from ucformat.storage.clouds import Options, UrlParts, connect, parse
+from ucformat.storage.clouds import Options, UrlParts, connect, parse, shared_connection
 from ucformat.storage.objects import BUDGET, ObjectStore
 from ucformat.storage.url import open_store
 
@@ -113,6 +113,30 @@ def test_a_store_pickles_as_its_url_and_options(nobody: pytest.MonkeyPatch) -> N
     other = pickle.loads(data)  # noqa: S301
     assert (other.url, other._options) == (store.url, store._options)
     assert "hidden" not in repr(store)
+
+
+def test_stores_of_a_bucket_share_a_connection(nobody: pytest.MonkeyPatch) -> None:
+    options = Options("http://127.0.0.1:9")
+    first = shared_connection(parse("s3://bucket/a"), options)
+    assert shared_connection(parse("s3a://bucket/b/c"), options) is first
+    assert shared_connection(parse("s3://other/a"), options) is not first
+    assert shared_connection(parse("s3://bucket/a"), Options("http://127.0.0.1:8")) is not first
+    nobody.setattr(clouds.os, "getpid", lambda: 0)
+    assert shared_connection(parse("s3://bucket/a"), options) is not first
+    nobody.undo()
+
+
+def test_other_credentials_are_another_connection(nobody: pytest.MonkeyPatch) -> None:
+    nobody.setenv("AWS_ACCESS_KEY_ID", "AKIA")
+    nobody.setenv("AWS_SECRET_ACCESS_KEY", "one")
+    one = shared_connection(parse("s3://bucket"), Options())
+    nobody.setenv("AWS_SECRET_ACCESS_KEY", "two")
+    assert shared_connection(parse("s3://bucket"), Options()) is not one
+
+
+def test_roots_of_plain_http_have_connections_of_their_own() -> None:
+    one, two = (shared_connection(parse(f"https://host/{p}"), Options()) for p in "ab")
+    assert one is not two
 
 
 def test_settings_say_endpoint_region_and_budget(nobody: pytest.MonkeyPatch) -> None:

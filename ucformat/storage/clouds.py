@@ -8,11 +8,13 @@ are stored in manifests and logs.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -138,8 +140,47 @@ def parse(url: str) -> UrlParts:
     )
 
 
+@dataclass(slots=True)
+class Connection:
+    """A client of a bucket with its connections, and the seconds of the shortest request it has made."""
+
+    client: Client
+    latency: float = math.inf
+
+
+_KEPT = 16  # connections: a process uses few buckets
+_connecting = threading.Lock()
+
+
+def shared_connection(place: UrlParts, options: Options) -> Connection:
+    """The connection to a bucket, the same for all stores of this process while its environment is the same.
+
+    A client of its own reads the certificates of the system, which takes 25 ms, and opens its own
+    connections, each with several round trips.
+    """
+    if place.cloud != "http":
+        place = UrlParts(place.cloud, "", place.bucket, "", place.account)
+    with _connecting:  # stores that are opened at once do not each connect
+        return _connection(place, options, _environment(), os.getpid())
+
+
+@lru_cache(_KEPT)
+def _connection(
+    place: UrlParts,
+    options: Options,
+    environment: bytes,  # noqa: ARG001 - obstore reads settings and credentials from it
+    process: int,  # noqa: ARG001 - clients do not survive a fork
+) -> Connection:
+    return Connection(connect(place, options))
+
+
+def _environment() -> bytes:
+    """A digest of the environment, which shows no secret."""
+    return hashlib.blake2b(repr(sorted(os.environ.items())).encode(), digest_size=16).digest()
+
+
 def connect(place: UrlParts, options: Options) -> Client:
-    """Create a client, without sending anything; each process needs its own, because clients do not survive a fork."""
+    """Create a client of a bucket, of plain HTTP of a root, without sending anything."""
     from obstore import store
 
     common: dict[str, Any] = {
@@ -149,9 +190,8 @@ def connect(place: UrlParts, options: Options) -> Client:
             "retry_timeout": timedelta(seconds=options.deadline),
         },
     }
-    prefix = place.prefix or None
     if place.cloud == "gs":
-        return store.GCSStore(place.bucket, prefix=prefix, **common)
+        return store.GCSStore(place.bucket, **common)
     if place.cloud == "az":
         account: dict[str, Any] = {"account_name": place.account} if place.account else {}
         if any(os.environ.get(name) for name in _SAS):
@@ -159,7 +199,7 @@ def connect(place: UrlParts, options: Options) -> Client:
             common["client_options"] |= _restrict_hosts(
                 [endpoint or "https://core.windows.net"], "core.windows.net"
             )
-        return store.AzureStore(place.bucket, prefix=prefix, **account, **common)
+        return store.AzureStore(place.bucket, **account, **common)
     if place.cloud == "http":
         common["client_options"]["allow_http"] = place.root.startswith("http://")
         return store.HTTPStore.from_url(place.root, **common)
@@ -184,7 +224,7 @@ def connect(place: UrlParts, options: Options) -> Client:
         hosts += [*_AMAZON, *_METADATA]
         endpoints += [_service("sts", region), *filter(None, map(os.environ.get, _AWS_URLS))]
     common["client_options"] |= _restrict_hosts(endpoints, *hosts)
-    return store.S3Store(place.bucket, prefix=prefix, **common)
+    return store.S3Store(place.bucket, **common)
 
 
 def service(*parts: object) -> str:

@@ -31,7 +31,7 @@ from ucformat.storage.base import (
     check_range,
     content_version,
 )
-from ucformat.storage.clouds import Options, boto_client, connect, parse, service
+from ucformat.storage.clouds import Options, boto_client, parse, service, shared_connection
 from ucformat.storage.concurrency import RequestBudget, grouped
 from ucformat.storage.error_mapping import map_object_error, retry
 from ucformat.storage.upload import ObjectWriter, put_on_condition
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
     from ucformat.storage.base import Bytes
-    from ucformat.storage.clouds import UrlParts
+    from ucformat.storage.clouds import Connection, UrlParts
 
 
 # Multipart uploads to S3 of which several processes put parts, through boto3: obstore has no call
@@ -157,8 +157,10 @@ class ObjectStore(FlatStore):
 
     def __init__(self, url: str, options: Options = Options()) -> None:  # noqa: B008 - it is immutable
         self._place, self._options = parse(url), options
-        self._connected: Client | None = None
-        self._latency = math.inf  # seconds of the shortest request
+        # clients are of a bucket, except those of plain HTTP
+        folder = "" if self._place.cloud == "http" else self._place.prefix
+        self._prefix = f"{folder}/" if folder else ""
+        self._connected: Connection | None = None
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[ObjectStore], tuple[str, Options]]:
@@ -176,15 +178,16 @@ class ObjectStore(FlatStore):
     def costs(self) -> Costs:
         """The costs with the current limits of the budget, and the latency that was measured."""
         parallel = min(_THREADS, BUDGET.requests)
-        first = int(min(parallel, _FIRST + _THREADS_PER_SECOND * self._latency))
+        latency = self._connected.latency if self._connected else math.inf
+        first = int(min(parallel, _FIRST + _THREADS_PER_SECOND * latency))
         return replace(_COSTS, parallel=parallel, first=first, in_flight=BUDGET.nbytes)
 
     @property
-    def _client(self) -> Client:
+    def _connection(self) -> Connection:
         with self._lock:
             if self._connected is None:
                 try:
-                    self._connected = connect(self._place, self._options)
+                    self._connected = shared_connection(self._place, self._options)
                 except MemoryError:
                     raise
                 except Exception as error:  # noqa: BLE001 - a configuration that obstore rejects
@@ -208,7 +211,8 @@ class ObjectStore(FlatStore):
     def _head(self, key: str) -> Info:
         import obstore
 
-        return _info(self._request("read", key, lambda client: obstore.head(client, key)))
+        path = self._path(key)
+        return self._info(self._request("read", key, lambda client: obstore.head(client, path)))
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes of an object; small ranges take one request."""
@@ -216,8 +220,9 @@ class ObjectStore(FlatStore):
 
         check_key(key)
         if nbytes is None and offset == 0:
+            path = self._path(key)
             return bytes(
-                self._request("read", key, lambda client: obstore.get(client, key).bytes())
+                self._request("read", key, lambda client: obstore.get(client, path).bytes())
             )
         if nbytes is None or nbytes > _COSTS.request:  # check the size before allocating memory
             size = self.info(key).size
@@ -263,15 +268,16 @@ class ObjectStore(FlatStore):
         for begin, nbytes in ranges:
             check_range(self._name(key), begin, nbytes, begin + nbytes)
         per_call = min(_COSTS.together, BUDGET.requests)  # as many as obstore requests at once
+        path = self._path(key)
 
         def fetch(client: Client) -> list[Any]:
             if len(ranges) == 1:
-                return [obstore.get_range(client, key, start=ranges[0][0], length=ranges[0][1])]
+                return [obstore.get_range(client, path, start=ranges[0][0], length=ranges[0][1])]
             answers: list[Any] = []
             for i in range(0, len(ranges), per_call):
                 starts, lengths = zip(*ranges[i : i + per_call], strict=True)
                 answers += obstore.get_ranges(
-                    client, key, starts=starts, lengths=lengths, coalesce=0
+                    client, path, starts=starts, lengths=lengths, coalesce=0
                 )
             return answers
 
@@ -297,11 +303,11 @@ class ObjectStore(FlatStore):
         """See VersionedStore; the bytes count as in flight until the block ends."""
         import obstore
 
-        check_key(key)
+        path = self._path(check_key(key))
 
         def fetch(client: Client) -> tuple[Info, Any]:
-            answer = obstore.get(client, key, options={"range": (offset, offset + nbytes)})
-            return _info(answer.meta), answer.bytes()
+            answer = obstore.get(client, path, options={"range": (offset, offset + nbytes)})
+            return self._info(answer.meta), answer.bytes()
 
         with BUDGET.take(1, nbytes):
             info, data = self._request("read", key, fetch)
@@ -322,11 +328,11 @@ class ObjectStore(FlatStore):
 
     def list(self, prefix: str = "") -> Iterator[Info]:
         """All objects below a prefix, in order of their keys; a request returns a thousand."""
-        infos = (_info(meta) for page in self._pages(prefix) for meta in page)
+        infos = (self._info(meta) for page in self._pages(prefix) for meta in page)
         return (i for i in infos if not i.key.rpartition("/")[2].startswith(HIDDEN))
 
     def _pages(self, prefix: str) -> Iterator[Sequence[Any]]:
-        folder = check_key(prefix) if prefix else None
+        folder = self._path(check_key(prefix)) if prefix else self._prefix.rstrip("/") or None
         if self._place.cloud == "http":
             raise UnsupportedError(
                 f"{self._name(prefix)} cannot be listed: plain HTTP has no folders",
@@ -364,8 +370,8 @@ class ObjectStore(FlatStore):
     def create(self, key: str, unit: int = 1) -> ObjectWriter:
         """Write an object as a stream, in parts of whole units."""
         self._check_writable()
-        check_key(key)
-        return ObjectWriter(self._client, key, self._name(key), unit, self._options.deadline)
+        path, client = self._path(check_key(key)), self._connection.client
+        return ObjectWriter(client, path, self._name(key), unit, self._options.deadline)
 
     @cached_property
     def multipart(self) -> Multipart | None:
@@ -386,9 +392,9 @@ class ObjectStore(FlatStore):
 
         self._check_writable()
         check_key(key)
-        changed = changed_meanwhile(self._name(key))
+        changed, path = changed_meanwhile(self._name(key)), self._path(key)
         try:
-            answer = self._request("read", key, lambda client: obstore.get(client, key))
+            answer = self._request("read", key, lambda client: obstore.get(client, path))
             content = self._request("read", key, lambda _: bytes(answer.bytes()))
         except NotFound:
             raise changed from None
@@ -403,8 +409,9 @@ class ObjectStore(FlatStore):
         return content_version(data)
 
     def _put(self, key: str, data: bytes, mode: Any, conflict: Conflict) -> None:
+        path, client = self._path(key), self._connection.client
         put_on_condition(
-            self._client, key, self._name(key), data, mode, conflict, self._options.deadline
+            client, path, self._name(key), data, mode, conflict, self._options.deadline
         )
 
     def delete(self, key: str) -> None:
@@ -412,9 +419,9 @@ class ObjectStore(FlatStore):
         import obstore
 
         self._check_writable()
-        check_key(key)
+        path = self._path(check_key(key))
         with suppress(NotFound):
-            self._request("delete", key, lambda client: obstore.delete(client, key))
+            self._request("delete", key, lambda client: obstore.delete(client, path))
 
     def delete_prefix(self, prefix: str) -> None:
         """Remove all objects below a prefix; one request deletes a thousand."""
@@ -433,6 +440,17 @@ class ObjectStore(FlatStore):
 
     # --- reading and writing
 
+    def _path(self, key: str) -> str:
+        """The path of an object in what the client is of."""
+        return self._prefix + key
+
+    def _info(self, meta: Any) -> Info:
+        # the resolution of HTTP; listings of S3 have a finer one
+        modified = float(int(meta["last_modified"].timestamp()))
+        version = meta.get("version") or meta.get("e_tag") or modified
+        key, size = meta["path"].removeprefix(self._prefix), int(meta["size"])
+        return Info(key, size, f"{version}-{size}", modified, meta.get("e_tag"))
+
     def _name(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 
@@ -445,19 +463,12 @@ class ObjectStore(FlatStore):
 
     def _request(self, action: str, key: str, call: Callable[[Client], Any]) -> Any:
         """The result of an idempotent request, which is retried."""
-        client, begun = self._client, time.perf_counter()
-        answer = retry(action, self._name(key), lambda: call(client), self._options.deadline)
-        self._latency = min(self._latency, time.perf_counter() - begun)
+        connection, begun = self._connection, time.perf_counter()
+        answer = retry(
+            action, self._name(key), lambda: call(connection.client), self._options.deadline
+        )
+        connection.latency = min(connection.latency, time.perf_counter() - begun)
         return answer
-
-
-def _info(meta: Any) -> Info:
-    # the resolution of HTTP; listings of S3 have a finer one
-    modified = float(int(meta["last_modified"].timestamp()))
-    version = meta.get("version") or meta.get("e_tag") or modified
-    return Info(
-        meta["path"], int(meta["size"]), f"{version}-{meta['size']}", modified, meta.get("e_tag")
-    )
 
 
 def _of_size(data: Any, nbytes: int) -> memoryview:
