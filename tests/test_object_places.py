@@ -120,6 +120,20 @@ class TestPlan:
     def keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
         set_environment(monkeypatch)
 
+    def test_opening_takes_one_request_which_says_the_version(self, tmp_path: Path) -> None:
+        source = Checkpoint(FakeSource.write(MemoryStore("one-request"), MODEL))
+        ucformat.convert(source, tmp_path / "model", overwrite=True)
+        with serving_files(tmp_path) as served:
+            store = ObjectStore(served.url("model"), Options(endpoint=served.endpoint))
+            served.counts()
+            whole = ucformat.Layout({"tp": 1}, [{"match": "*", "place": ["replicate"]}])
+            plan = ucformat.open(store).plan(whole, 0)
+            assert served.counts().requests == 1
+            manifest = tmp_path / "model" / "manifest.json"
+            manifest.write_bytes(manifest.read_bytes() + b" ")
+            with pytest.raises(Conflict, match=r"manifest\.json changed"):
+                plan.execute()
+
     @pytest.mark.parametrize("sizes", [(64, 1024), (None, None)])
     def test_ranks_read_what_their_plans_say(
         self, tmp_path: Path, sizes: tuple[int | None, int | None]

@@ -90,7 +90,8 @@ def _open(
     watch: Callable[[Store], WatchedStore],
 ) -> Checkpoint:
     store = watch(as_store(place))
-    if not exists(store, MANIFEST):
+    is_committed, manifest = _look_for_manifest(store)
+    if not is_committed:
         from ucformat.sources.opening import open_source, open_source_file, titles
 
         with CachedListingStore(store) as seen:
@@ -150,9 +151,21 @@ def _open(
             f"{store.url} is a universal checkpoint, which takes no options", hint=hint
         )
     # imported only here, since its documents need pydantic, which foreign checkpoints do not
+    from ucformat.format.structure import committed_manifest
     from ucformat.format.universal import Universal
 
-    return Checkpoint(Universal(store, roots, watch=watch))
+    parsed = None if manifest is None else committed_manifest(manifest, store.url)
+    return Checkpoint(Universal(store, roots, parsed, watch=watch))
+
+
+def _look_for_manifest(store: WatchedStore) -> tuple[bool, bytes | None]:
+    """Whether there is a manifest; over a network its content and version come with the same answer."""
+    if store.is_local:  # whose links are confined before anything is read
+        return exists(store, MANIFEST), None
+    try:
+        return True, store.read_versioned(MANIFEST)[0]
+    except NotFound:
+        return False, None
 
 
 def _checkpoints_below(infos: Sequence[Info]) -> list[str]:

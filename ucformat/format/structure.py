@@ -118,15 +118,24 @@ def read_manifest(store: Store) -> tuple[Manifest, str]:
             f"{store.url} holds no committed checkpoint (no {MANIFEST})",
             hint="an interrupted save or conversion leaves none; run it again to continue",
         ) from None
+    return committed_manifest(data, store.url), version
+
+
+def committed_manifest(data: bytes, url: str) -> Manifest:
+    """Parse the manifest of a place.
+
+    Raises:
+        NotACheckpoint: the checkpoint is being removed.
+    """
     try:
-        return parse_manifest(data, f"{store.url}/{MANIFEST}"), version
+        return parse_manifest(data, f"{url}/{MANIFEST}")
     except IntegrityError:
         from ucformat.schema.documents import is_tombstone  # whose models take as long as these
 
         if not is_tombstone(data):
             raise
     raise NotACheckpoint(
-        f"the checkpoint at {store.url} was deleted, and is being removed",
+        f"the checkpoint at {url} was deleted, and is being removed",
         hint="`ucp gc --apply` completes that",
     )
 

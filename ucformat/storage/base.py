@@ -39,6 +39,7 @@ __all__ = [
     "RangeReader",
     "Ranges",
     "Store",
+    "VersionReader",
     "changed_meanwhile",
     "check_key",
     "check_range",
@@ -419,3 +420,11 @@ def read_ranges(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> Ra
     # not `isinstance` for each request: of a protocol it takes 25 µs
     lend: Callable[..., Ranges | None] | None = getattr(store, "read_ranges", None)
     return None if lend is None else lend(key, ranges)
+
+
+@runtime_checkable
+class VersionReader(Protocol):
+    """A store whose answer to the request for a file contains the version of the file."""
+
+    def read_with_version(self, key: str) -> tuple[Info, bytes]:
+        """Read a whole small file."""

@@ -216,14 +216,9 @@ class ObjectStore(FlatStore):
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes of an object; small ranges take one request."""
-        import obstore
-
         check_key(key)
         if nbytes is None and offset == 0:
-            path = self._path(key)
-            return bytes(
-                self._request("read", key, lambda client: obstore.get(client, path).bytes())
-            )
+            return self.read_with_version(key)[1]
         if nbytes is None or nbytes > _COSTS.request:  # check the size before allocating memory
             size = self.info(key).size
             nbytes = size - offset if nbytes is None else nbytes
@@ -232,6 +227,19 @@ class ObjectStore(FlatStore):
         out = bytearray(nbytes)
         self.read_into(key, offset, [memoryview(out)])
         return bytes(out)
+
+    def read_with_version(self, key: str) -> tuple[Info, bytes]:
+        """See VersionReader."""
+        import obstore
+
+        path = self._path(check_key(key))
+
+        def fetch(client: Client) -> tuple[Info, bytes]:
+            answer = obstore.get(client, path)
+            return self._info(answer.meta), bytes(answer.bytes())
+
+        whole: tuple[Info, bytes] = self._request("read", key, fetch)
+        return whole
 
     def read_into(
         self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None

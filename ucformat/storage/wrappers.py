@@ -12,7 +12,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
-from ucformat.storage.base import ByteRange, check_key, read_ranges
+from ucformat.storage.base import ByteRange, VersionReader, check_key, content_version, read_ranges
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.strided import fill
 
@@ -521,9 +521,16 @@ class WatchedStore(WrappedStore):
             yield views
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
-        """See Store."""
+        """See Store; over a network, too, the version of the file is recorded."""
+        if self.is_local or not isinstance(self.inner, VersionReader):
+            if not self.is_local:
+                self.info(key)
+            self.note(key)
+            return self.inner.read_versioned(key)
+        info, data = self.inner.read_with_version(key)
+        self._seen.setdefault(key, info)
         self.note(key)
-        return self.inner.read_versioned(key)
+        return data, content_version(data)
 
 
 def find_watched(store: Store) -> WatchedStore | None:
