@@ -36,6 +36,7 @@ BENCHMARKS = {
     "scale": "100,000 extents in 1,000 files",
     "grids": "Chunk grids",
     "s3": "From S3",
+    "s3_uploads": "To S3",
     "cache": "The host cache",
     "train": "In the training loop",
     "load_into": "Filling a module for inference",

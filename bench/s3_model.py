@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from functools import cache
 from pathlib import Path
@@ -80,6 +82,33 @@ def layout_of(layout: str) -> ucformat.Layout:
     return ucformat.Layout(
         {"tp": WAYS}, [*rules, {"match": "*", "place": [{"shard": 0, "over": "tp"}]}]
     )
+
+
+def least_requests(folder: Path, layout: str, most: int) -> int:
+    """The requests for what the rank holds, of at most so many bytes each, if no other byte is read.
+
+    Chunks lie in a file in the order of the grid: those that a cut takes are as many runs as it
+    takes rows of chunks, unless it takes these whole.
+    """
+    universal = ucformat.open(folder / "universal")
+    requests = 0
+    for tensor in universal.manifest.tensors:
+        path = folder / "universal" / str(tensor.path) / "zarr.json"
+        (codec,) = json.loads(path.read_text())["codecs"]
+        chunk = codec["configuration"]["chunk_shape"]
+        nbytes = 2 * math.prod(chunk) + 4  # with the checksum
+        runs = run = 1
+        whole = True
+        dims = zip(cut(tensor.name, layout), shapes()[tensor.name], chunk, strict=True)
+        for part, n, size in reversed(list(dims)):
+            taken = -(-part.stop // size) - part.start // size
+            if whole:
+                run *= taken
+            else:
+                runs *= taken
+            whole = whole and taken == -(-n // size)
+        requests += runs * -(-run // (most // nbytes))
+    return requests
 
 
 def check(arrays: dict[str, Any], layout: str) -> None:
