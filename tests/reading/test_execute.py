@@ -222,6 +222,24 @@ def test_a_flipped_bit_is_found_on_whole_chunks(verify: Verify) -> None:
         execute(plan, store, [memory_of(out)], ["layer.weight (exp_avg)"])
 
 
+def test_gaps_between_blocks_of_a_request_are_left_out() -> None:
+    a = random_tensor((2, 16), 4, 9)
+    store = MemoryStore("gaps")
+    rows = [row.tobytes() + crc32c(row.tobytes()).to_bytes(4, "little") for row in a]
+    put(store, "f", rows[0] + b"\xff" * 12 + rows[1])
+    extents = [
+        Extent(Box((k, 0), (1, 16)), "f", at, (64, 4), Block(at, 64)) for k, at in ((0, 0), (1, 80))
+    ]
+    info = TensorInfo("x", "weight", "float32", a.shape)
+    plan = make_plan([ReadItem(info, extents, [(0, Piece(Box.whole(a.shape), 0, (16, 1)))])])
+    (request,) = plan.requests
+    assert [len(c.shape) for c in request.copies] == [1, 1]
+    out = np.empty(a.shape, a.dtype)
+    with mock.patch.object(reading, "_copy_out"):
+        execute(plan, store, [memory_of(out)], ["x"])
+    assert out.tobytes() == a.tobytes()
+
+
 def test_a_hole_is_an_error_that_names_tensor_and_box() -> None:
     info = TensorInfo("x", "weight", "float32", (4, 4))
     extents = [Extent(Box((0, 0), (3, 4)), "f", 0, (16, 4))]
