@@ -141,9 +141,10 @@ def cold(what: str, rounds: str) -> dict[str, list[float]]:
     """The seconds of each round, by name of the reader; nothing of the files is in the page cache before each."""
     out = touched(what, mmap.MADV_HUGEPAGE)
     acts: dict[str, Callable[[], None]] = {
-        "calls of 4 MiB": partial(raw, out, RAW["calls of 4 MiB"], 2),
-        "calls of 4 MiB, `O_DIRECT`": partial(raw, out, RAW["calls of 4 MiB"], 2, os.O_DIRECT),
-        "ucformat verified": partial(ours, out, what, "2", "whole"),
+        "calls of 4 MiB, 2 threads": partial(raw, out, RAW["calls of 4 MiB"], 2),
+        "the same, `O_DIRECT`": partial(raw, out, RAW["calls of 4 MiB"], 2, os.O_DIRECT),
+        "the same, 4 threads": partial(raw, out, RAW["calls of 4 MiB"], 4, os.O_DIRECT),
+        "ucformat verified": partial(ours, out, what, "4", "whole"),
     }
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(int(rounds)):

@@ -40,7 +40,8 @@ def test_json(run: Run, tmp_path: Path) -> None:
             "region",
             "credentials",
         ),
-        *("cache", "latency_ms", "mb_per_s", "write_mb_per_s", "probes"),
+        *("cache", "latency_ms", "mb_per_s", "write_mb_per_s"),
+        *("disk_mb_per_s", "direct_mb_per_s", "reads_direct", "probes"),
     ]
     assert found["ok"] is True
     assert {p["status"] for p in found["probes"]} == {"ok"}

@@ -76,7 +76,7 @@ BESIDES = {
     "jobs/attest.py": {"mlflow", "wandb"},  # to which a reference is logged
     "jobs/on_dask.py": {"distributed"},
     "jobs/on_torchrun.py": {"torch"},
-    "jobs/profiles.py": {"platformdirs"},
+    "storage/profiles.py": {"platformdirs"},
 }
 #: Faces: nothing imports them; they may import everything. The last are where users import the
 #: integrations from.

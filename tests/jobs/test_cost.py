@@ -17,10 +17,10 @@ from ucformat.errors import UnsupportedError, UsageError
 from ucformat.jobs.combine.combining import plan_average, plan_merge
 from ucformat.jobs.cost import estimate_export
 from ucformat.jobs.export import planned_job
-from ucformat.jobs.profiles import Profile, keep_profile, profile_of
 from ucformat.jobs.shards import WriteOptions
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore
+from ucformat.storage.profiles import Profile, keep_profile, profile_of
 from ucformat.storage.wrappers import RecordingStore
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -302,6 +302,57 @@ def forget() -> None:
     clear = getattr(boto_session, "cache_clear", None)
     if clear is not None:
         clear()
+
+
+class TestDisks:
+    """Whether files that are not in the page cache are read past it from then on."""
+
+    @pytest.fixture(autouse=True)
+    def data(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+    @pytest.mark.parametrize(
+        ("speeds", "direct"), [((100.0, 111.0), True), ((100.0, 109.0), False), (None, False)]
+    )
+    def test_what_is_kept(
+        self,
+        speeds: tuple[float, float] | None,
+        direct: bool,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(probes, "disk_throughput", lambda *_: speeds)
+        found = ucformat.doctor(tmp_path / "disk")
+        assert (found.disk_mb_per_s, found.direct_mb_per_s) == (speeds or (None, None))
+        assert found.reads_direct is direct
+        assert LocalStore(tmp_path / "disk" / "below").is_direct is direct
+        assert not LocalStore(tmp_path / "diskette").is_direct
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "disk" / "file").write_bytes(bytes(1 << 20))
+        assert ucformat.doctor(tmp_path / "disk", read_only=True).disk_mb_per_s is None
+        assert LocalStore(tmp_path / "disk").is_direct is direct
+
+    def test_both_ways_are_measured(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(probes, "_drop", lambda _: True)  # as on a disk
+        read_into, directs = LocalStore.read_into, []
+
+        def counted(self: LocalStore, key: str, *more: Any) -> None:
+            if key.endswith("/cold"):
+                directs.append(self.is_direct)
+            read_into(self, key, *more)
+
+        monkeypatch.setattr(LocalStore, "read_into", counted)
+        found = ucformat.doctor(tmp_path / "disk")
+        assert (found.disk_mb_per_s or 0) > 0
+        assert (found.direct_mb_per_s or 0) > 0
+        assert set(directs) == {False, True}
+        assert not (tmp_path / "disk").exists()
+
+    def test_a_file_that_stays_cached_is_not_measured(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(probes, "is_cached", lambda *_: True)
+        assert ucformat.doctor(tmp_path / "disk").disk_mb_per_s is None
 
 
 def test_a_url_with_a_secret_is_not_repeated() -> None:

@@ -13,9 +13,9 @@ from tests.zero_files import FLAT, write_zero3
 from ucformat.checkpoint import open_checkpoint
 from ucformat.jobs import listing
 from ucformat.jobs.cost import _KINDS, _OPENED, estimate_register
-from ucformat.jobs.profiles import Profile, keep_profile
 from ucformat.jobs.register import register
 from ucformat.storage.local import LocalStore
+from ucformat.storage.profiles import Profile, keep_profile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

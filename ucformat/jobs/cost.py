@@ -22,7 +22,6 @@ from ucformat.jobs.increments import Comparison, open_base
 from ucformat.jobs.opening import by_outermost, left_inside, tree_of, try_open, unchanged
 from ucformat.jobs.patch import nothing_alike
 from ucformat.jobs.patch_files import TilesJob, TilesPlan
-from ucformat.jobs.profiles import profile_of
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import NO_ATTEMPT, ShardJob, WriteOptions
 from ucformat.jobs.verify import VerifyJob
@@ -30,6 +29,7 @@ from ucformat.jobs.weight_files import plan_files
 from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.references import open_reference
 from ucformat.storage.concurrency import THREADS
+from ucformat.storage.profiles import profile_of
 from ucformat.storage.upload import part_size, unit_for
 from ucformat.storage.url import as_strings, open_store
 from ucformat.storage.wrappers import RecordingStore, WatchedStore

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 from ucformat.errors import PermissionDenied, UcformatError, UnsupportedError
 from ucformat.jobs import probes
-from ucformat.jobs.profiles import Profile, keep_profile
 from ucformat.schema import MANIFEST
 from ucformat.settings import load_settings, using
 from ucformat.storage.cache.scope import uncached
 from ucformat.storage.clouds import SCHEMES, Options, keys_in_environment, s3_settings
 from ucformat.storage.local import LocalStore
+from ucformat.storage.profiles import Profile, keep_profile, profile_of
 from ucformat.storage.url import as_store, split_url
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def _shown(endpoint: str) -> str:
 
 
 _DEADLINE = 10.0  # seconds after which a failing request is given up: shorter than in training
+_PAYS = 1.1  # how much faster reads past the page cache must be: nothing is cached by them
 _WHOLE = 64 << 10  # bytes of an existing file that are read to compare ranges with
 _log = logging.getLogger("ucformat")
 
@@ -123,7 +124,8 @@ class Probe:
 class Diagnosis:
     """The capabilities of a place; true if checkpoints can be read and committed there, or with `read_only`, read.
 
-    Values that were not or could not be probed are None.
+    Values that were not or could not be probed are None. `disk_mb_per_s` and `direct_mb_per_s` are
+    those of a large file that is not in the page cache, read through it and past it (`O_DIRECT`).
     """
 
     url: str
@@ -133,6 +135,13 @@ class Diagnosis:
     latency_ms: float | None = None
     mb_per_s: float | None = None
     write_mb_per_s: float | None = None
+    disk_mb_per_s: float | None = None
+    direct_mb_per_s: float | None = None
+
+    @property
+    def reads_direct(self) -> bool:
+        """Whether large reads of files that are not in the page cache are made past it from now on."""
+        return (self.direct_mb_per_s or 0) >= _PAYS * (self.disk_mb_per_s or 0) > 0
 
     @property
     def can_read(self) -> bool | None:
@@ -164,8 +173,9 @@ class Diagnosis:
 def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Diagnosis:
     """Probe what a storage place can do: list, read ranges, put and replace on condition, send large files, delete.
 
-    Some 30 MiB are written in a folder `ucf-doctor-…` there, and removed, also if a probe fails.
-    The speed that was measured is kept for this user, for `estimate`.
+    Some 30 MiB are written in a folder `ucf-doctor-…` there, on a disk 100, and removed, also if a
+    probe fails. The speed that was measured is kept for this user, for `estimate`; and whether files
+    that are not in the page cache are read faster past it, which later reads by this user do then.
 
     Args:
         place: a path or url. It may be empty; with `read_only` it should hold a checkpoint.
@@ -178,11 +188,7 @@ def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Di
             examined.write()
         if not examined.written:
             examined.read()
-        if examined.latency is not None and examined.throughput is not None:
-            keep_profile(
-                store.url, Profile(examined.latency, examined.throughput, examined.write_throughput)
-            )
-        return Diagnosis(
+        diagnosis = Diagnosis(
             store.url,
             read_only,
             access_to(store.url),
@@ -190,7 +196,15 @@ def doctor(place: str | PathLike[str] | Store, *, read_only: bool = False) -> Di
             examined.latency,
             examined.throughput,
             examined.write_throughput,
+            *examined.disk_throughput,
         )
+        if examined.latency is not None and examined.throughput is not None:
+            direct = diagnosis.reads_direct
+            if read_only and (earlier := profile_of(store.url)) is not None:
+                direct = earlier.direct  # which is not probed then
+            speed = (examined.latency, examined.throughput, examined.write_throughput)
+            keep_profile(store.url, Profile(*speed, direct))
+        return diagnosis
 
 
 class _Examined:
@@ -202,6 +216,7 @@ class _Examined:
         self.latency: float | None = None
         self.throughput: float | None = None
         self.write_throughput: float | None = None
+        self.disk_throughput: tuple[float | None, float | None] = None, None
         self.written = False  # whether the probes can read files of their own
 
     def run(self, name: str, probe: Callable[[], str]) -> Status:
@@ -248,6 +263,9 @@ class _Examined:
         self._measure(small, probes.SMALL, key)
         with suppress(UcformatError):
             self.write_throughput = probes.write_throughput(store, root)
+            if isinstance(store, LocalStore):
+                found = probes.disk_throughput(store, root, key)
+                self.disk_throughput = found or self.disk_throughput
         self.run("delete", lambda: probes.delete(store, root))
 
     def read(self) -> None:

@@ -5,6 +5,7 @@ They write only below one folder, `root`.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING
 from ucformat.errors import Conflict, MissingData, NotFound, UcformatError
 from ucformat.format.arrays import put_file
 from ucformat.storage.base import exists
+from ucformat.storage.direct import is_cached
+from ucformat.storage.local import LocalStore
+from ucformat.storage.local_files import OpenFile
 from ucformat.storage.objects import ObjectStore
 from ucformat.storage.upload import part_size
 
@@ -28,6 +32,11 @@ _UNIT = 1004  # bytes: parts are multiples of it, as of a chunk's size
 _SIZE = part_size(_UNIT) + (1 << 20) + 17
 _READ = 8 << 20  # bytes of the read whose throughput is measured
 _WRITERS, _ROUNDS = 8, 3  # that race to put one file
+_COLD, _COLD_ROUNDS = (
+    64 << 20,
+    2,
+)  # bytes of a file that is read from the disk, and how often in each way
+_COLD_READERS = 4  # threads
 _LATENCY_READS = 5
 _MAX_LISTED = 1000
 _NAMES = (
@@ -259,6 +268,57 @@ def write_throughput(store: Store, root: str) -> float:
     put_file(store, f"{root}/speed", data)
     store.flush()
     return len(data) / (time.perf_counter() - begun) / 1e6
+
+
+def disk_throughput(store: LocalStore, root: str, usual: str) -> tuple[float, float] | None:
+    """MB/s of reading a file from the disk through the page cache, and past it; None where one of them is impossible.
+
+    Args:
+        usual: another file there, with which to find that out.
+    """
+    if not _drop(f"{store.url}/{usual}"):
+        return None
+    data, key = _bytes(_READ, 5), f"{root}/cold"
+    with store.create(key) as out:
+        for _ in range(_COLD // _READ):
+            out.write(data)
+    store.flush()
+    measured: list[tuple[float, float]] = []
+    memories = []
+    for _ in range(_COLD_ROUNDS):
+        speeds = []
+        for direct in (False, True):
+            if not _drop(f"{store.url}/{key}"):
+                return None
+            # takes the memory that was dropped: what a page cache gets later may have to be fetched
+            # by the hypervisor first, which takes longer than to read
+            memories.append(bytearray(b"x") * _COLD)
+            speeds.append(_cold_throughput(store, key, memories[-1], direct=direct))
+        measured.append((speeds[0], speeds[1]))
+    return max(through for through, _ in measured), max(past for _, past in measured)
+
+
+def _cold_throughput(store: LocalStore, key: str, memory: bytearray, *, direct: bool) -> float:
+    reader = LocalStore(store.url)
+    reader.is_direct = direct
+    step, view = reader.costs.request, memoryview(memory)
+
+    def read(at: int) -> None:
+        reader.read_into(key, at, [view[at : at + step]])
+
+    begun = time.perf_counter()
+    with ThreadPoolExecutor(_COLD_READERS, "ucformat-doctor") as pool:
+        list(pool.map(read, range(0, _COLD, step)))
+    return _COLD / (time.perf_counter() - begun) / 1e6
+
+
+def _drop(path: str) -> bool:
+    """Drop a file from the page cache; False if it is there nevertheless, or cannot be read past the cache."""
+    file = OpenFile(path)
+    if file.direct() is None:
+        return False
+    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return not is_cached(file.fd, 0)
 
 
 def throughput(store: Store, key: str, size: int) -> float:

@@ -212,6 +212,7 @@ def _check_sizes(plan: Plan, store: Store) -> None:
 
 
 _JOINS = 0.02  # seconds after which another thread joins those that read (`Costs.first`)
+_MIN_WAITING = 4  # threads
 # bytes of contiguous runs that are read directly into place although there are gaps between them
 _MIN_RUN = 16 << 10
 
@@ -251,6 +252,8 @@ def _parallel(plan: Plan, costs: Costs, batches: int) -> int:
     limit = costs.parallel or default_threads()
     if costs.in_flight is None:
         return limit
+    if costs.parallel is None:  # of a disk: some wait for it while others copy
+        limit = max(_MIN_WAITING, limit)
     return min(limit, max(2, costs.in_flight * batches // max(1, plan.bytes_read)))
 
 

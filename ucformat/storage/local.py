@@ -7,7 +7,8 @@ import os
 import secrets
 import shutil
 import stat
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from ucformat.storage.base import (
     check_range,
     content_version,
 )
+from ucformat.storage.direct import DIRECT, read_direct
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.folders import (
     Folders,
@@ -52,15 +54,17 @@ from ucformat.storage.local_files import (
     start_writeback,
     walk,
 )
-from ucformat.storage.strided import read_scattered, write_all
+from ucformat.storage.profiles import profile_of
+from ucformat.storage.strided import fill, read_scattered, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from ucformat.storage.base import Bytes, Checksums
+    from ucformat.storage.base import Bytes, Checksums, Ranges
 
 _LOCK = f"{HIDDEN}lock"
+_COSTS = Costs()
 _LARGE, _CACHED = 64 << 10, 1.5e9  # bytes of a large read; bytes a second that a page cache reaches
 _WRITEBACK = 32 << 20  # bytes after which write-back of a file that is being written starts
 
@@ -75,8 +79,6 @@ class LocalStore(Store):
     hidden files, which `sweep` and `delete_prefix` remove. Open files are closed when the store is
     garbage-collected.
     """
-
-    costs = Costs()
 
     def __init__(
         self, root: str | os.PathLike[str], allows: Callable[[str], bool] | None = None
@@ -99,6 +101,17 @@ class LocalStore(Store):
     def url(self) -> str:
         """The absolute path of the root."""
         return str(self._root)
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether files that are not in the page cache are read past it, as `doctor` found best for this place."""
+        profile = profile_of(self.url)
+        return profile is not None and profile.direct
+
+    @property
+    def costs(self) -> Costs:
+        """Those of local files; of longer requests where these are read past the page cache."""
+        return DIRECT if self.is_direct else _COSTS
 
     def confined(self, allows: Callable[[str], bool]) -> LocalStore:
         """A store of this folder that rejects files that a link places outside of it."""
@@ -137,6 +150,9 @@ class LocalStore(Store):
             check_range(name, offset, wanted, 0)
         with mapping_os_errors("read", name):
             file = self._handles.get(key) or self._handles.open(key, self._open)
+            if self.is_direct and (lent := read_direct(file, [(offset, wanted)], "direct")):
+                fill(buffers, lent[0], crcs)
+                return
             if self._from_disk and wanted >= _LARGE:
                 prefetch(file.fd, offset, wanted)
             begun = perf_counter()
@@ -145,6 +161,15 @@ class LocalStore(Store):
                 self._from_disk = wanted < _CACHED * (perf_counter() - begun)
             if got < wanted:
                 check_range(name, offset, wanted, min(offset + got, os.fstat(file.fd).st_size))
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Ranges | None:
+        """See RangeReader; only what is read past the page cache is lent."""
+        if not self.is_direct or not ranges or ranges[0][0] < 0:
+            return None
+        with mapping_os_errors("read", f"{self._root}/{key}"):
+            file = self._handles.get(key) or self._handles.open(key, self._open)
+            lent = read_direct(file, ranges, "lent")
+        return None if lent is None else nullcontext(lent)
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
         """Fill rows with one `preadv` each, and nothing else for each row."""

@@ -55,15 +55,26 @@ class OpenFile(Descriptor):
     elsewhere by then.
     """
 
-    __slots__ = ()
+    __slots__ = ("_direct",)
 
     def __init__(self, path: str, folder: Descriptor | None = None) -> None:
         self.fd = -1
+        self._direct: Descriptor | None = None
         name, above = (path, None) if folder is None else (path.rpartition("/")[2], folder.fd)
         self.fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=above)
         mode = os.fstat(self.fd).st_mode
         if not stat.S_ISREG(mode):
             raise IsADirectoryError if stat.S_ISDIR(mode) else NotFound(f"{path} is not a file")
+
+    def direct(self) -> Descriptor | None:
+        """The same file, open to be read past the page cache; None where that is impossible."""
+        if self._direct is None:
+            try:
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_DIRECT
+                self._direct = Descriptor(os.open(f"/proc/self/fd/{self.fd}", flags))
+            except (OSError, AttributeError):  # a file system that refuses; not Linux
+                self._direct = Descriptor(-1)
+        return None if self._direct.fd < 0 else self._direct
 
     def whole(self) -> bytes:
         """The whole content."""

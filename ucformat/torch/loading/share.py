@@ -333,7 +333,10 @@ def read_shared(
     try:
         check_targets(matched)
         synchronize(m.target.tensor for m in matched)  # kernels of the training may still use them
-        if replicas is not None or (ranks.size > 1 and ck.store.costs.parallel is not None):
+        costs = ck.store.costs
+        # no page cache keeps for one rank what another has read
+        uncached = costs.parallel is not None or costs.in_flight is not None
+        if replicas is not None or (ranks.size > 1 and uncached):
             cut = _cut(ck, matched, by_target=replicas is not None)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one
         failure = error

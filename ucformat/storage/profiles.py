@@ -1,4 +1,4 @@
-"""What `doctor` has measured of places, kept for this user, to estimate how long a job takes there."""
+"""What `doctor` has measured of places, kept for this user: how long a job takes there, and how files are best read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ _MOST = 1000  # places that are kept
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The speed of a place: milliseconds for a small read, megabytes (10⁶ bytes) a second of one reader or writer."""
+    """The speed of a place: milliseconds for a small read, megabytes (10⁶ bytes) a second of one reader or writer.
+
+    `direct`: whether files that are not in the page cache are read faster past it.
+    """
 
     latency_ms: float
     read_mb_per_s: float
     write_mb_per_s: float | None = None
+    direct: bool = False
 
 
 def _file() -> Path:
