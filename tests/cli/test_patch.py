@@ -53,7 +53,7 @@ def test_a_chain_and_back(run: Run, run7: Path) -> None:
     assert [base["url"] for base in found["bases"]] == ["../0", "../p1"]
     shown = run("show", "p2").stdout
     assert "0 tensors, 0 B in ../p1" in shown
-    assert "patches of 1 others" in shown
+    assert "patches of 1 other\n" in shown
     assert "`ucp compact` makes it whole" in shown
 
     assert run("compact", "p2", "-q", "--fold").stdout.strip() == found["id"]

@@ -544,7 +544,7 @@ def _storage(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
         )
     for base in s["bases"] or ():
         amount = f"{plural(base['tensors'], 'tensor')}, {bytes_text(base['bytes'])}"
-        patches = f"; patches of {base['patched']:,} others" if base["patched"] else ""
+        patches = f"; patches of {plural(base['patched'], 'other')}" if base["patched"] else ""
         yield from field("base", f"{amount} in {base['url']}, {base['id']}{patches}", width)
     if s["bases"]:
         own = s["total"]["bytes"] - sum(base["bytes"] for base in s["bases"])
