@@ -27,7 +27,6 @@ from bench.common import OUT, ROOT, median, table, targets
 from ucformat.geometry import fingerprint
 from ucformat.geometry.box import Box
 from ucformat.geometry.fingerprint import fingerprint_of
-from ucformat.geometry.tensor import Piece
 from ucformat.storage.strided import checksum
 from ucformat.torch import save
 from ucformat.torch.state.fingerprint import sums_on_device
@@ -87,14 +86,14 @@ def speeds_of(dtype: str) -> dict[str, float]:
     part = matrix[: CACHED // ROW, : matrix.shape[1] // 4]
     box = Box((0, matrix.shape[1] // 4), part.shape)
     tensor = torch.from_numpy(large.view(f"i{large.itemsize}" if large.itemsize > 1 else "u1"))
-    piece = Piece(Box((0,), large.shape), 0, (1,))
+    all_of_it = Box((0,), large.shape)
     out = np.empty_like(large)
     ways: dict[str, tuple[int, Callable[[], object]]] = {
         "cached": (CACHED, lambda: whole(cached)),
         "rows of 4 KiB": (CACHED, lambda: fingerprint_of(part, matrix.shape, box)),
         "memory": (LARGE, lambda: whole(large)),
         "in Python": (CACHED, lambda: in_python(cached)),
-        "PyTorch": (LARGE, lambda: sums_on_device(tensor, large.shape, piece)),
+        "PyTorch": (LARGE, lambda: sums_on_device(tensor, large.shape, all_of_it)),
         "CRC-32C, cached": (CACHED, lambda: checksum(cached.data.cast("B"))),
         "CRC-32C, memory": (LARGE, lambda: checksum(large.data.cast("B"))),
         "copy, memory": (LARGE, lambda: np.copyto(out, large)),

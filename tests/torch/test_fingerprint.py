@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.torch.ranks import Ranks
 from ucformat.errors import UcformatError
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.fingerprint import fingerprint_of, text_of
+from ucformat.geometry.fingerprint import fingerprint_of, text_of, total
 from ucformat.geometry.tensor import Piece
 from ucformat.schema import ITEMSIZE
 from ucformat.torch import fingerprint
@@ -66,7 +66,43 @@ def test_operations_on_a_device_compute_what_the_host_does(
     for at_once in (1 << 22, data.draw(st.integers(1, 500))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_AT_ONCE", at_once)
-            assert module.sums_on_device(view, whole, piece) == expected
+            found = module.sums_on_device(
+                module.piece_in(module._integers(view), piece), whole, piece.box
+            )
+            assert total(map(torch.Tensor.tolist, found)) == expected
+
+
+@pytest.mark.parametrize("at_once", [1 << 22, 5000])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128])
+@pytest.mark.parametrize(
+    ("whole", "start", "part"),
+    [
+        ((5, 4096), (0, 1024), (5, 2048)),  # rows begin with a block
+        ((7, 4096), (2, 1000), (4, 1030)),  # in the middle of one
+        ((11, 1280), (1, 30), (10, 700)),  # at one of four places in a block, in turn
+        ((3, 2, 3072), (0, 1, 600), (3, 1, 2000)),
+        ((4, 3, 1024), (1, 0, 300), (3, 2, 600)),
+        ((4, 3, 1280), (1, 0, 300), (3, 2, 600)),  # the same, but of the second dim
+        ((9, 1027), (0, 3), (9, 1000)),  # at another place in each row
+        ((2, 9, 100), (0, 2, 0), (2, 7, 100)),  # several rows make a longer one
+        ((20_000,), (777,), (12_345,)),
+    ],
+)
+def test_rows_of_a_larger_tensor(
+    whole: tuple[int, ...],
+    start: tuple[int, ...],
+    part: tuple[int, ...],
+    dtype: torch.dtype,
+    at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    count = math.prod(part) * dtype.itemsize
+    tensor = torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).reshape(part)
+    box = Box(start, part)
+    elements = elements_of(Piece(box, 0, row_major(part)), host_memory(tensor), dtype.itemsize)
+    sums = module.sums_on_device(module._integers(tensor), whole, box)
+    assert total(map(torch.Tensor.tolist, sums)) == fingerprint_of(elements, whole, box)
 
 
 def test_of_plain_tensors() -> None:
