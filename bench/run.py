@@ -40,6 +40,7 @@ BENCHMARKS = {
     "cache": "The host cache",
     "train": "In the training loop",
     "load_into": "Filling a module for inference",
+    "devices": "Devices",
     "in_place": "Weights as safetensors files",
     "ranks": "Plans of many ranks",
     "large": "A state of 8 GB",

@@ -11,24 +11,31 @@ import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import ucformat
 from ucformat.errors import UsageError
-from ucformat.torch import Rng, load, save, state_dict
+from ucformat.geometry.box import Box
+from ucformat.torch import Rng, certify, load, load_into, save, state_dict
 from ucformat.torch.loading import read as reading
 from ucformat.torch.loading import share
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.saving.background import HostBuffer, room_for, stage
+from ucformat.torch.state import fingerprint as state_fingerprint
 from ucformat.torch.state import memory, subclasses
 from ucformat.torch.state.elements import map_shared
+from ucformat.torch.state.fingerprint import pieces_fingerprints
 from ucformat.torch.state.local import local_of, local_state
 
 if TYPE_CHECKING:
@@ -40,12 +47,22 @@ COUNT = 4
 
 
 class Accelerator:
-    """Devices, the streams on them, and what waits in each; a stream belongs to the thread that uses it."""
+    """Devices, and what waits in each of their streams; a thread has a stream of its own unless it enters another.
+
+    Attributes:
+        waits: how often the host has waited.
+        copied: the bytes of copies to the host that were waited for at once.
+        plain: whether there are neither streams nor events nor pinned memory.
+        multiply: what is done instead of a multiplication.
+    """
 
     def __init__(self) -> None:
         self.waiting: dict[tuple[int, object], list[Callable[[], object]]] = {}
         self._current = threading.local()
         self.generators = [torch.zeros(16, dtype=torch.uint8) for _ in range(COUNT)]
+        self.waits = self.copied = 0
+        self.plain = False
+        self.multiply: Callable[..., torch.Tensor] | None = None
 
     def current(self) -> int:
         return getattr(self._current, "index", 0)
@@ -59,30 +76,70 @@ class Accelerator:
         return device if isinstance(device, int) else torch.device(device).index or 0
 
     def begin(self, device: int, work: Callable[[], object], stream: object = None) -> None:
-        self.waiting.setdefault((device, stream or threading.get_ident()), []).append(work)
+        stream = stream or self.streams().get(device) or threading.get_ident()
+        self.waiting.setdefault((device, stream), []).append(work)
 
-    def finish(self, device: int, stream: object) -> None:
-        for work in self.waiting.pop((device, stream), []):
-            work()
+    def finish(self, device: int, stream: object = None, until: Any = None) -> None:
+        """Do what was begun in a stream (default: the current one), up to and with one of its works."""
+        stream = stream or self.streams().get(device) or threading.get_ident()
+        works = self.waiting.get((device, stream), [])
+        while works and (until is None or until in works):
+            works.pop(0)()
+        if not works:
+            self.waiting.pop((device, stream), None)
 
     def synchronize(self, device: Any = None) -> None:
+        self.waits += 1
         for at, stream in list(self.waiting):
             if at == self.index(device):
                 self.finish(at, stream)
 
+    def streams(self) -> dict[int, object]:
+        """The streams that this thread has entered, by device."""
+        if not hasattr(self._current, "streams"):
+            self._current.streams = {}
+        streams: dict[int, object] = self._current.streams
+        return streams
+
     def current_stream(self, device: Any = None) -> Stream:
-        return Stream(self.index(device), threading.get_ident())
+        if self.plain:
+            raise NotImplementedError
+        index = self.index(device)
+        return Stream(f"fakegpu:{index}", self.streams().get(index, threading.get_ident()))
 
 
 class Stream:
-    def __init__(self, device: int, thread: int) -> None:
-        self.device, self.thread = device, thread
+    """A stream of the make-believe accelerator, and an event of it."""
 
-    def record_event(self) -> Stream:
-        return self
+    def __init__(self, device: Any, key: object = None) -> None:
+        if fake.plain:
+            raise RuntimeError
+        self.device, self.key = fake.index(device), key or object()
+
+    def __enter__(self) -> None:
+        self.before = fake.streams().get(self.device)
+        fake.streams()[self.device] = self.key
+
+    def __exit__(self, *_: object) -> None:
+        del fake.streams()[self.device]
+        if self.before is not None:
+            fake.streams()[self.device] = self.before
+
+    def record_event(self) -> Event:
+        works = fake.waiting.get((self.device, self.key))
+        return Event(self.device, self.key, works[-1] if works else None)
+
+
+class Event:
+    """What was begun last in a stream when it was recorded."""
+
+    def __init__(self, device: int, key: object, last: Any) -> None:
+        self.device, self.key, self.last = device, key, last
 
     def synchronize(self) -> None:
-        fake.finish(self.device, self.thread)
+        fake.waits += 1
+        if self.last is not None:
+            fake.finish(self.device, self.key, self.last)
 
 
 class OnDevice(torch.Tensor):
@@ -101,27 +158,53 @@ class OnDevice(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        plain = [a.held if isinstance(a, OnDevice) else a for a in args]
-        device = next(a.device for a in args if isinstance(a, OnDevice))
+        device = next(a.device for a in tree_leaves(args) if isinstance(a, OnDevice))
+        plain = tree_map_only(OnDevice, lambda a: a.held, args)
         if func is torch.ops.aten.copy_.default:
             fake.begin(device.index, lambda: plain[0].copy_(plain[1]))
             if not (len(args) > 2 and args[2]):
-                fake.finish(device.index, threading.get_ident())
+                fake.finish(device.index)
             return args[0]
+        if func in VIEWS:
+            return OnDevice(func(*plain, **kwargs), device)
+        fake.finish(device.index)
         if (
             func is torch.ops.aten._to_copy.default
             and torch.device(kwargs.get("device", device)).type == "cpu"
         ):
-            fake.finish(device.index, threading.get_ident())
+            fake.copied += plain[0].nbytes
             return plain[0].clone()
-        assert func in VIEWS, func
-        return OnDevice(func(*plain, **kwargs), device)
+        if func in MULTIPLICATIONS and fake.multiply is not None:
+            func = fake.multiply
+        out = func(*plain, **{k: v for k, v in kwargs.items() if k != "device"})
+        return tree_map_only(torch.Tensor, lambda t: OnDevice(t, device), out)
+
+
+MULTIPLICATIONS = {torch.ops.aten.mul.Tensor}
+
+
+class Made(TorchFunctionMode):
+    """Tensors that are made on the make-believe accelerator, or copied there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if func is torch.Tensor.tolist:  # which takes no tensor of a subclass
+            return args[0].cpu().numpy().tolist()
+        if func is torch.Tensor.to and isinstance((*args, None)[1], torch.device):
+            device, func, args = args[1], torch.Tensor.clone, args[:1]
+        if isinstance(device, torch.device) and device.type == "fakegpu":
+            kwargs.pop("device", None)
+            return OnDevice(func(*args, **kwargs), device)
+        return func(*args, **kwargs)
 
 
 VIEWS = {
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
     torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.unsqueeze.default,
     torch.ops.aten.view.default,
     torch.ops.aten.view.dtype,
     torch.ops.aten.as_strided.default,
@@ -165,9 +248,12 @@ def install() -> None:
         fake.use,
         _On,
     )
+    torch.Stream = Stream
     empty = torch.empty
 
     def empty_pinned(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory and fake.plain:
+            raise RuntimeError
         if pin_memory:
             PINNED_ON.append(fake.current())
         return empty(*size, **options)
@@ -182,8 +268,8 @@ def install() -> None:
 PINNED_ON: list[int] = []
 
 
-def whole(seed: int, rows: int = 64) -> torch.Tensor:
-    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed))
+def whole(seed: int, rows: int = 64, columns: int = 32) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
 def on_devices(seed: int = 0) -> dict[str, OnDevice]:
@@ -274,6 +360,125 @@ def loading(folder: Path) -> None:
     assert PINNED_ON
 
 
+def overlapping(folder: Path) -> None:
+    """Two batches are read at once, and each is before copies of the one before are waited for."""
+    place = saved(folder)
+    reading.STAGED_BYTES = 2048  # so that there are four parts, and room for two
+    waits: list[int] = []
+    read, both = reading._read_straight, threading.Barrier(2)
+
+    def noting(*arguments: Any) -> Any:
+        waits.append(fake.waits)
+        if 1 < len(waits) <= 3:  # the first call is for what is on the host: nothing
+            both.wait(30)
+        return read(*arguments)
+
+    module: Any = reading
+    module._read_straight = noting
+    tensors = empty_on_devices()
+    try:
+        fake.waits = 0
+        load({"on2": tensors["on2"]}, place, leave=("on1", "on3"))
+    finally:
+        module._read_straight = read
+    assert torch.equal(tensors["on2"].held, whole(2))
+    assert len(waits) == 5
+    assert waits[1] == waits[2] < waits[3], waits
+
+
+def plain_device(folder: Path) -> None:
+    """A device without streams of its own, events and pinned memory is loaded and staged all the same."""
+    fake.plain = True
+    try:
+        reading.STAGED_BYTES = 2048
+        tensors, place = empty_on_devices(), saved(folder)
+        load(tensors, place)
+        check(tensors)
+        staging(folder)
+    finally:
+        fake.plain = False
+
+
+def fingerprints(_: Path) -> None:
+    """They are computed on the device, in any layout; hardly anything is copied from there."""
+    shapes = {"rows": (1000, 96), "columns": (40, 1024), "some": (60, 700), "long": (50_000,)}
+    wholes = {"rows": (1000, 96), "columns": (40, 4096), "some": (60, 1280), "long": (70_000,)}
+    with Made():
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
+            pieces, expected = [], []
+            for name, shape in shapes.items():
+                held = whole(1, *shape, *[1] * (2 - len(shape))).reshape(shape)
+                held = (held * 100).to(dtype) if dtype != torch.uint8 else held.abs().to(dtype)
+                for tensor in (held, OnDevice(held, "fakegpu:1")):
+                    shard = local_of(name, "weight", tensor)
+                    box = Box(tuple(w - n for w, n in zip(wholes[name], shape, strict=True)), shape)
+                    (piece,) = shard.pieces
+                    piece = replace(piece, box=box)
+                    shard = replace(shard, info=replace(shard.info, shape=wholes[name]))
+                    if tensor is held:
+                        expected += pieces_fingerprints([(shard, piece)])
+                    else:
+                        pieces.append((shard, piece))
+            for small in (0, 1 << 20):
+                with mock.patch.object(state_fingerprint, "_SMALL_BYTES", small):
+                    fake.copied = 0
+                    assert pieces_fingerprints(pieces) == expected, dtype
+                    held_bytes = sum(shard.nbytes for shard, _ in pieces)
+                    sums = fake.copied - (held_bytes if small else 0)
+                    assert 0 <= sums <= 500, sums
+
+
+def certifying(folder: Path) -> None:
+    """A certificate of tensors on devices, of which it copies sums; one element that differs is found."""
+    tensors = {f"on{d}": whole(d, rows=2000) for d in (1, 2, 3)}
+    save(tensors, folder / "certified", overwrite=True)
+    on_devices = {name: OnDevice(t.clone(), f"fakegpu:{name[2:]}") for name, t in tensors.items()}
+    with Made():
+        fake.copied = 0
+        assert certify(on_devices, folder / "certified")
+        assert fake.copied <= 500
+        on_devices["on2"].held[1234, 5] += 1
+        certificate = certify(on_devices, folder / "certified")
+        assert [e.name for e in certificate.different] == ["on2"]
+        assert "[1234, 5]" in certificate.different[0].detail
+
+
+def saving_what_is_still_computed(folder: Path) -> None:
+    """The fingerprints of what is in memory are of what kernels in any stream have made of it."""
+    tensors = {f"on{d}": OnDevice(torch.zeros(2000, 32), f"fakegpu:{d}") for d in (1, 2, 3)}
+    for d in (1, 2, 3):
+        fake.begin(d, partial(tensors[f"on{d}"].held.copy_, whole(d, 2000)), stream="training")
+    with Made():
+        save(tensors, folder / "certified save", certify=True)
+
+
+def other_arithmetic(_: Path) -> None:
+    """A device that has no integers of 64 bits, or whose integers do not wrap, computes no fingerprints."""
+
+    def saturating(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a.double() * b).clamp(-(2.0**63), 2.0**63 - 1024).to(torch.int64)
+
+    def missing(*_: object) -> torch.Tensor:
+        raise NotImplementedError
+
+    tensor = whole(1, rows=3000)
+    host, device = (local_of("w", "weight", t) for t in (tensor, OnDevice(tensor, "fakegpu:1")))
+    for multiply in (saturating, missing):
+        state_fingerprint._computes_exactly.cache_clear()
+        fake.multiply, fake.copied = multiply, 0
+        try:
+            with Made():
+                found, expected = (
+                    pieces_fingerprints((shard, piece) for piece in shard.pieces)
+                    for shard in (device, host)
+                )
+        finally:
+            fake.multiply = None
+            state_fingerprint._computes_exactly.cache_clear()
+        assert found == expected
+        assert 0 <= fake.copied - tensor.nbytes <= 500
+
+
 def loading_in_a_thread(folder: Path) -> None:
     """The same in a pool's thread, whose current device is 0."""
     with ThreadPoolExecutor(1) as pool:
@@ -287,6 +492,13 @@ def loading_behind_training(folder: Path) -> None:
     for d in (1, 2, 3):
         fake.begin(d, partial(tensors[f"on{d}"].held.fill_, -1), stream="training")
     load(tensors, place)
+    for d in (1, 2, 3):
+        fake.synchronize(d)
+    check(tensors)
+    module = torch.nn.ParameterDict({n: OnDevice(t.held, t.device) for n, t in tensors.items()})
+    for d in (1, 2, 3):
+        fake.begin(d, partial(tensors[f"on{d}"].held.fill_, -1), stream="training")
+    load_into(module, place)
     for d in (1, 2, 3):
         fake.synchronize(d)
     check(tensors)
@@ -409,6 +621,12 @@ SCENARIOS = {
         other_streams,
         failing_copy,
         loading,
+        overlapping,
+        plain_device,
+        fingerprints,
+        certifying,
+        saving_what_is_still_computed,
+        other_arithmetic,
         loading_in_a_thread,
         loading_behind_training,
         shared_reading,

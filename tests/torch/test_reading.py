@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -17,6 +18,7 @@ import ucformat.torch
 from tests.fakes import ODD, random_array
 from tests.packed import write_packed
 from ucformat.errors import ChecksumError, UsageError
+from ucformat.geometry.box import Box
 from ucformat.geometry.local import Dim, IndexRun
 from ucformat.geometry.tensor import Key
 from ucformat.reading.execute import ReadOptions
@@ -183,20 +185,23 @@ def test_what_is_cast_and_what_is_not_in_one_go(ck: Checkpoint) -> None:
     assert sum(done) == nbytes
 
 
-def test_two_buffers_of_bounded_size_are_used_in_turn(
-    ck: Checkpoint, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rows", "nbytes"), [(ROWS, 800), (1, 4 * COLUMNS)])
+def test_host_memory_is_that_of_two_parts_or_of_all(
+    ck: Checkpoint, rows: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    empty = torch.empty
+    buffer = reading._host_buffer
 
-    def counted(*size: Any, **options: Any) -> torch.Tensor:
-        if options.get("dtype") is torch.uint8:
-            made.append(int(size[0]))
-        return empty(*size, **options)
+    def counted(nbytes: int, devices: Any) -> torch.Tensor:
+        made.append(nbytes)
+        return buffer(nbytes, devices)
 
-    monkeypatch.setattr(torch, "empty", counted)
-    read_one(ck, target("w", torch.zeros(ROWS, COLUMNS, dtype=torch.float64)))
-    assert made == [400, 400]
+    monkeypatch.setattr(reading, "_host_buffer", counted)
+    whole = target("w", torch.zeros(ROWS, COLUMNS, dtype=torch.float64))
+    (piece,) = whole.pieces
+    box = Box(piece.box.start, (rows, COLUMNS))
+    read_one(ck, replace(whole, pieces=(replace(piece, box=box),)))
+    assert made == [-(-nbytes // 16) * 16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -73,7 +73,7 @@ def load_into(
     """Fill the parameters and persistent buffers of a module from a checkpoint, without optimizer states and groups.
 
     Weights are read straight into the memory of the module where it has their dtype and is on the
-    host; the others pass through two buffers of 32 MiB, and are converted as `tensor.to(dtype)`
+    host; the others pass through 64 MiB of host memory, and are converted as `tensor.to(dtype)`
     does. Parameters on the meta device get memory. Tied ones stay tied, and are read once. Of a
     DTensor its own part is read. Each rank calls this by itself. All mismatches are found before
     anything is changed, and raised in one error.

@@ -1,21 +1,25 @@
-"""Reads matched tensors straight into their memory; tensors that are cast or on a device pass through host buffers."""
+"""Reads matched tensors straight into their memory, and those that are cast or on a device through host memory."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from contextvars import copy_context
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, is_non_overlapping, row_major
 from ucformat.geometry.tensor import FileRun, Piece, Tiles
-from ucformat.reading.execute import ReadOptions, read_items
+from ucformat.reading.execute import ReadOptions, default_threads, read_items
 from ucformat.reading.rank import item_for
-from ucformat.storage.concurrency import gc_paused
+from ucformat.storage.concurrency import gc_paused, grouped
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.state.elements import blocks_of, host_memory
 from ucformat.torch.state.local import LocalShard
@@ -23,6 +27,7 @@ from ucformat.torch.state.memory import (
     check_fillable,
     device_of_first,
     devices_of,
+    own_streams,
     record_events,
     synchronize,
     torch_dtype,
@@ -30,12 +35,15 @@ from ucformat.torch.state.memory import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-#: Bytes of each of the two host buffers, and the most of a part.
+#: The most bytes of a part; the ring of host memory has twice as many.
 STAGED_BYTES = 32 << 20
+_AT_ONCE = 2  # batches that are read
+_ALIGNMENT = 16  # bytes, of parts in host memory: that of the largest dtypes
 
 _DEFAULTS = ReadOptions()
 
@@ -58,6 +66,7 @@ def read(
 ) -> ReadAmount:
     """Fill targets from a checkpoint."""
     check_targets(matched)
+    synchronize(m.target.tensor for m in matched)  # kernels of the training may still use them
     return read_checked(ck, matched, options)
 
 
@@ -66,17 +75,18 @@ def read_checked(
     matched: Sequence[Matched],
     options: ReadOptions = _DEFAULTS,
 ) -> ReadAmount:
-    """Fill targets that `check_targets` has checked, or parts of them."""
+    """Fill targets that `check_targets` has checked, or parts of them, after their devices were waited for."""
     direct = [m for m in matched if _is_direct(m)]
-    synchronize(m.target.tensor for m in direct)
     done = _read_straight(ck, direct, options)
     staged = [m for m in matched if not _is_direct(m)]
-    return done.plus(read_staged(ck, staged, options, _copy)) if staged else done
+    devices = devices_of(m.target.tensor for m in staged)
 
+    def copy(part: Matched, stored: torch.Tensor) -> None:
+        target = target_of(part)
+        # casts and copies to memory with other strides are done on the device
+        target.copy_(stored, non_blocking=target.device in devices)
 
-def _copy(part: Matched, stored: torch.Tensor) -> None:
-    target = target_of(part)
-    target.copy_(stored, non_blocking=target.device in devices_of([target]))
+    return done.plus(read_staged(ck, staged, options, copy)) if staged else done
 
 
 def check_targets(matched: Sequence[Matched]) -> None:
@@ -119,39 +129,102 @@ def read_staged(
 ) -> ReadAmount:
     """Read parts of what targets are matched with in the stored dtypes, in bounded memory.
 
-    Batches are read alternately into two host buffers: one is used while the other is filled.
+    Batches of parts are read into a ring of host memory, pinned if there are devices, while earlier
+    ones are used. What is begun on devices, which must have been waited for, runs in streams of its
+    own.
 
     Args:
-        use: gets each part of a target, and a tensor with what is stored of it, which it may read
-            on the devices of the targets until the next but one batch.
+        use: gets each part of a target, and a tensor with what is stored of it, from which it may
+            begin copies to the devices of the targets.
     """
-    targets = [m.target.tensor for m in matched]
-    devices = devices_of(targets)
-    synchronize(targets)  # kernels of the training may still use them
+    devices = devices_of(m.target.tensor for m in matched)
+    threads = options.threads or ck.store.costs.parallel or default_threads()
+    at_once = min(_AT_ONCE, threads)
+    options = replace(options, threads=-(-threads // at_once))
     total = ReadAmount()
-    buffers: list[torch.Tensor | None] = [None, None]
-    copied: list[list[torch.Event]] = [[], []]
-    try:
-        for number, batch in enumerate(_batches(ck, matched)):
-            turn = number % 2
-            need = sum(map(room, batch))
-            # the batch before the last one may still be copied from this buffer
-            for event in copied[turn]:
+    reading: deque[_Staged] = deque()
+
+    def use_next() -> None:
+        nonlocal total
+        staged = reading.popleft()
+        total = total.plus(staged.amount.result())
+        for part, stored in zip(staged.parts, staged.stored, strict=True):
+            use(part, stored.target.tensor)
+        on = {part.target.tensor.device for part in staged.parts}
+        staged.copied = record_events(d for d in devices if d in on)
+
+    with own_streams(devices), ThreadPoolExecutor(at_once, "ucformat-stage") as pool:
+        ring = _Ring(_host_buffer(_ring_bytes(matched), devices))
+        try:
+            for parts in _batches(ck, matched):
+                start, stop = ring.place(sum(map(room, parts)))
+                while (oldest := ring.in_the_way(start, stop)) is not None:
+                    while oldest in reading:
+                        use_next()
+                    # what is read there next must not get into a copy that still runs
+                    for event in oldest.copied:
+                        event.synchronize()
+                    ring.free()
+                starts = accumulate(map(room, parts), initial=start)
+                stored = [
+                    stored_in(ring.memory, at, part)
+                    for at, part in zip(starts, parts, strict=False)
+                ]
+                amount = pool.submit(copy_context().run, _read_straight, ck, stored, options)
+                staged = _Staged(start, stop, parts, stored, amount)
+                ring.staged.append(staged)
+                reading.append(staged)
+                if len(reading) > at_once:
+                    use_next()
+            while reading:
+                use_next()
+        finally:  # also after an error: the memory is freed
+            pool.shutdown(cancel_futures=True)
+            for event in record_events(devices):
                 event.synchronize()
-            buffer = buffers[turn]
-            if buffer is None or buffer.numel() < need:
-                buffers[turn] = buffer = _host_buffer(max(need, STAGED_BYTES), devices)
-            starts = accumulate(map(room, batch), initial=0)
-            stored = [stored_in(buffer, at, part) for at, part in zip(starts, batch, strict=False)]
-            total = total.plus(_read_straight(ck, stored, options))
-            for part, sources in zip(batch, stored, strict=True):
-                use(part, sources.target.tensor)
-            copied[turn] = record_events(
-                d for d in devices if any(p.target.tensor.device == d for p in batch)
-            )
-    finally:  # also after an error: the buffers are freed
-        synchronize(targets)
     return total
+
+
+@dataclass(eq=False, slots=True)
+class _Staged:
+    """A batch of parts, where they are stored in `[start, stop)` of a ring, and the events after its copies."""
+
+    start: int
+    stop: int
+    parts: Sequence[Matched]
+    stored: Sequence[Matched]
+    amount: Future[ReadAmount]
+    copied: Sequence[torch.Event] = ()
+
+
+class _Ring:
+    """Host memory that is used in a circle, and the batches in it, the oldest first."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.staged: deque[_Staged] = deque()
+
+    def place(self, nbytes: int) -> tuple[int, int]:
+        """Where the next batch belongs, which is no larger than the memory."""
+        start = self.staged[-1].stop if self.staged else 0
+        start = start if start + nbytes <= self.memory.numel() else 0
+        return start, start + nbytes
+
+    def in_the_way(self, start: int, stop: int) -> _Staged | None:
+        """The oldest batch, while any batch is in a range."""
+        overlaps = any(batch.start < stop and start < batch.stop for batch in self.staged)
+        return self.staged[0] if overlaps else None
+
+    def free(self) -> None:
+        """Forget the oldest batch, which has been copied."""
+        self.staged.popleft()
+
+
+def _ring_bytes(matched: Sequence[Matched]) -> int:
+    """The bytes of a ring: those of one batch, if that is all, or of two of the largest parts."""
+    whole = sum(room(part_of(m, p, p.box)) for m in matched for p in m.target.pieces)
+    largest = -(-STAGED_BYTES // _ALIGNMENT) * _ALIGNMENT
+    return whole if whole <= STAGED_BYTES // 2 else 2 * largest
 
 
 def _host_buffer(nbytes: int, devices: Sequence[torch.device]) -> torch.Tensor:
@@ -159,21 +232,12 @@ def _host_buffer(nbytes: int, devices: Sequence[torch.device]) -> torch.Tensor:
     if devices:
         with device_of_first(devices), suppress(RuntimeError):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    return torch.empty(nbytes, dtype=torch.uint8)
+    return torch.from_numpy(np.empty(nbytes, np.uint8))  # in huge pages, unlike that of PyTorch
 
 
 def _batches(ck: Checkpoint, matched: Sequence[Matched]) -> Iterator[list[Matched]]:
-    """Batches of parts that fit in a buffer."""
-    batch: list[Matched] = []
-    total = 0
-    for part in (p for m in matched for p in parts_of(ck, m)):
-        if batch and total + room(part) > STAGED_BYTES:
-            yield batch
-            batch, total = [], 0
-        batch.append(part)
-        total += room(part)
-    if batch:
-        yield batch
+    """Batches of parts, of which a ring has room for four unless parts are larger."""
+    return grouped((p for m in matched for p in parts_of(ck, m)), room, STAGED_BYTES // 2)
 
 
 def parts_of(ck: Checkpoint, m: Matched) -> Iterator[Matched]:
@@ -218,7 +282,7 @@ def _cut(ck: Checkpoint, stored: TensorInfo, piece: Piece) -> Iterator[Box]:
 def room(part: Matched) -> int:
     """Return the bytes of a part in a buffer, rounded up so that the next part is aligned for any dtype."""
     (piece,) = part.target.pieces
-    return -(-piece.box.size * part.stored.itemsize // 16) * 16
+    return -(-piece.box.size * part.stored.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 def stored_in(buffer: torch.Tensor, at: int, part: Matched) -> Matched:

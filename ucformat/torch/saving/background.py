@@ -50,7 +50,7 @@ from ucformat.torch.state.elements import (
     host_memory,
     map_shared,
 )
-from ucformat.torch.state.memory import devices_of, synchronize
+from ucformat.torch.state.memory import devices_of, own_streams, record_events, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -136,19 +136,21 @@ def stage(
     """Copy the tensors of a state to a buffer.
 
     Of a tensor on the host the pieces are copied, each in row-major order; of a tensor on a device
-    the whole local tensor. Kernels of the training are waited for before, and copies from devices
-    after. Returned are the tensors with the pieces that describe them in the buffer, and their
-    slots.
+    the whole local tensor. Kernels of the training are waited for before, and copies from devices,
+    which have streams of their own, after. Returned are the tensors with the pieces that describe
+    them in the buffer, and their slots.
     """
     tensors = [t.tensor for t in state.tensors]
-    synchronize(tensors)
     devices = devices_of(tensors)
     if devices and devices[0].type == "cuda":
-        buffer.pin(devices[0])
-    try:
-        return _copy_all(state, buffer, pool, devices)
-    finally:  # also if a copy failed: the buffer may be reused
-        synchronize(tensors)
+        buffer.pin(devices[0])  # while kernels of the training run
+    synchronize(tensors)
+    with own_streams(devices):
+        try:
+            return _copy_all(state, buffer, pool, devices)
+        finally:  # also if a copy failed: the buffer may be reused
+            for event in record_events(devices):
+                event.synchronize()
 
 
 def _copy_all(

@@ -7,7 +7,7 @@ all functions here pass both, or wait for all streams.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from ucformat.schema import ITEMSIZE
 from ucformat.torch.state.subclasses import own_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
 
@@ -33,20 +33,40 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for all kernels and copies of all threads and streams on the devices of tensors.
 
-    If there are pinned tensors and none on a device, waits for the current device, which may copy
-    to them.
+    If there are pinned tensors, waits for the current device, too, which may copy to them.
     """
     tensors = list(tensors)
-    devices = devices_of(tensors)
-    if not devices and any(t.device.type == "cpu" and t.is_pinned() for t in tensors):
+    if any(t.device.type == "cpu" and t.is_pinned() for t in tensors):
         torch.accelerator.synchronize()
-    for device in devices:
+    for device in devices_of(tensors):
         torch.accelerator.synchronize(device)
 
 
 def record_events(devices: Iterable[torch.device]) -> list[torch.Event]:
-    """Record an event on the current stream of each device, to be waited for on the host."""
-    return [torch.accelerator.current_stream(device).record_event() for device in devices]
+    """Record an event on the current stream of each device, to be waited for on the host.
+
+    Devices without events are waited for at once.
+    """
+    events = []
+    for device in devices:
+        try:
+            events.append(torch.accelerator.current_stream(device).record_event())
+        except RuntimeError:
+            torch.accelerator.synchronize(device)
+    return events
+
+
+@contextmanager
+def own_streams(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Let the calling thread use a new stream on each device, so that its copies and events wait for nothing else.
+
+    Where a device has one stream only, it stays the current one.
+    """
+    with ExitStack() as streams:
+        for device in devices:
+            with suppress(RuntimeError):
+                streams.enter_context(torch.Stream(device))
+        yield
 
 
 def device_of_first(devices: Iterable[torch.device]) -> AbstractContextManager[object]:
