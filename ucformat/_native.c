@@ -183,6 +183,8 @@ __attribute__((target("avx512f,avx512vl,vpclmulqdq,sse4.2,pclmul"))) static uint
 
 static uint32_t (*crc_bytes)(const Polynomial *, uint32_t, const uint8_t *, size_t);
 
+uint32_t crc32c_bytes(const uint8_t *p, size_t n) { return ~crc_bytes(&castagnoli, ~0u, p, n); }
+
 static PyObject *crc_of(const Polynomial *of, PyObject *args) {
     PyObject *buffer;
     unsigned int value = 0;
@@ -637,6 +639,8 @@ end:
 PyObject *interpret(PyObject *module, PyObject *args); /* _native_pickle.c */
 PyObject *fingerprint(PyObject *module, PyObject *args); /* _native_fingerprint.c */
 void prepare_fingerprints(void);
+PyObject *seal(PyObject *module, PyObject *args); /* _native_chunks.c */
+void prepare_chunks(void);
 
 static PyMethodDef methods[] = {
     {"copy", copy, METH_VARARGS, "copy(target, source): copy the bytes of a buffer into another one of as many bytes."},
@@ -646,6 +650,7 @@ static PyMethodDef methods[] = {
     {"fingerprint", fingerprint, METH_VARARGS, "fingerprint(words, steps, first): the two sums of a buffer of words; see geometry/fingerprint.py."},
     {"interpret", interpret, METH_VARARGS, "interpret(data, meaning, calls, damaged): the value of a pickle; see sources/pickle/unpickler.py."},
     {"read_into", read_into, METH_VARARGS, "read_into(fd, offset, buffers, crcs=None): fill buffers, and continue a CRC-32C with each; returns the bytes read."},
+    {"seal", seal, METH_VARARGS, "seal(chunks, pitch): put the CRC-32C of each chunk behind it; returns the XXH3-128 of each."},
     {"write_all", write_all, METH_VARARGS, "write_all(fd, data): write all of a buffer to a file, 256 KiB at a time."},
     {NULL, NULL, 0, NULL}};
 
@@ -670,6 +675,7 @@ static int ready(PyObject *module) {
         zip_table[byte] = crc;
     }
     prepare_fingerprints();
+    prepare_chunks();
     return 0;
 }
 

@@ -30,12 +30,22 @@ if TYPE_CHECKING:
     from ucformat.format.chunking import Grid
     from ucformat.storage.base import Bytes, FileWriter, Store
 
+try:
+    from ucformat._native import seal as _native_seal
+
+    NATIVE = True
+except ImportError:
+    NATIVE = False
+
 #: Bytes of chunks that are gathered, encoded and written at once.
 BAND_BYTES = 4 << 20
 
 _ABSENT = (1 << 64) - 1
 _HINT = "restore the file from another copy; `ucp verify` names every damaged chunk"
 _CHECKSUM = struct.Struct("<I")
+_DIGESTED_HERE = (
+    240 + CHECKSUM_BYTES
+)  # bytes of chunks that XXH3 digests in ways which are not compiled
 
 
 def bands(
@@ -96,17 +106,19 @@ def write_shard(
                 elements = _elements(grid, raw.data, piece.box.shape, piece.strides)
             parts.append(fingerprint_of(elements, grid.shape, piece.box))
             band = thread_memory("encoded", count * (grid.chunk_nbytes + CHECKSUM_BYTES))
-            for body, room in _arrange(grid, counts, raw, band):
-                leaves.append(leaf(body))
-                if codec is None:
-                    _CHECKSUM.pack_into(room, 0, checksum(body))
-                    sizes.append(len(body) + CHECKSUM_BYTES)
-                else:
-                    stored = compress(body, grid.itemsize)
-                    sizes.append(len(stored) + CHECKSUM_BYTES)
-                    out.write(stored + _CHECKSUM.pack(checksum(stored)))
+            _arrange(grid, counts, raw, band)
+            pitch = grid.chunk_nbytes + CHECKSUM_BYTES
             if codec is None:
+                leaves.append(seal(band.data, pitch))
+                sizes += [pitch] * count
                 out.write(band.data)
+                continue
+            for begin in range(0, band.size, pitch):
+                body = band.data[begin : begin + grid.chunk_nbytes]
+                leaves.append(leaf(body))
+                stored = compress(body, grid.itemsize)
+                sizes.append(len(stored) + CHECKSUM_BYTES)
+                out.write(stored + _CHECKSUM.pack(checksum(stored)))
         out.write(index_of(grid, shard, sizes))
     return shard_digests(leaves, parts)
 
@@ -119,11 +131,27 @@ def _elements(
     return np.ndarray(shape, f"V{grid.itemsize}", memory, 0, nbytes)
 
 
+def seal(band: memoryview, pitch: int) -> bytes:
+    """Put the checksum of each chunk of a band behind it; returns their digests.
+
+    Args:
+        pitch: the bytes of a chunk with its checksum.
+    """
+    if NATIVE and pitch > _DIGESTED_HERE:
+        return _native_seal(band, pitch)
+    digests = []
+    for begin in range(0, len(band), pitch):
+        body = band[begin : begin + pitch - CHECKSUM_BYTES]
+        _CHECKSUM.pack_into(band, begin + len(body), checksum(body))
+        digests.append(leaf(body))
+    return b"".join(digests)
+
+
 def _arrange(
     grid: Grid, counts: tuple[int, ...], raw: NDArray[np.uint8], band: NDArray[np.uint8]
-) -> Iterator[tuple[memoryview, memoryview]]:
-    """Copy elements into a band chunk by chunk; yields each chunk, and the room for its checksum behind it."""
-    nbytes, pitch = grid.chunk_nbytes, grid.chunk_nbytes + CHECKSUM_BYTES
+) -> None:
+    """Copy elements into a band chunk by chunk, each with room for its checksum behind it."""
+    pitch = grid.chunk_nbytes + CHECKSUM_BYTES
     chunk = (*grid.chunk[:-1], grid.chunk[-1] * grid.itemsize) if grid.chunk else (grid.itemsize,)
     counts = counts or (1,)
     # Rows of chunks may be short: in the order of the band, that of its memory, they are copied
@@ -133,8 +161,6 @@ def _arrange(
         x for pair in zip(row_major(counts, pitch), row_major(chunk), strict=True) for x in pair
     ]
     copy(np.ndarray(shape, np.uint8, band, 0, strides), raw.reshape(shape))
-    for begin in range(0, band.size, pitch):
-        yield band.data[begin : begin + nbytes], band.data[begin + nbytes : begin + pitch]
 
 
 def index_of(grid: Grid, shard: tuple[int, ...], sizes: NDArray[np.int64] | Sequence[int]) -> bytes:
