@@ -8,11 +8,12 @@ not installed.
 
 from __future__ import annotations
 
+import compileall
 import os
 import shutil
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import ucformat
 from bench.common import (
@@ -28,9 +29,6 @@ from bench.common import (
 )
 from tests.engines import engine
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 ROUNDS = 9
 OF_DEEPSPEED = 3  # of these rounds
 OLD = OUT / "old"
@@ -38,6 +36,7 @@ WORKERS = [(1, 1), (2, 2), (4, 2)]  # of extraction and of merging; the last is 
 
 
 def main() -> None:
+    compileall.compile_dir(Path(ucformat.__file__).parent, quiet=1)  # as pip does
     source = real_checkpoint()
     tag = source / (source / "latest").read_text()
     size = sum(f.stat().st_size for f in source.rglob("*") if f.is_file())

@@ -47,6 +47,8 @@ HEAVY = {
     *(
         "ucformat.reading.rank",
         "ucformat.views.viewed",
+        "ucformat.jobs.weight_files",
+        "ucformat.jobs.patch_files",
         "ucformat.geometry.layout",
         "ucformat.views.document",
     ),
@@ -72,12 +74,7 @@ COMMANDS: dict[str, set[str]] = {
     "verify U": CATALOG | FILES | DOCUMENTS | ARRAYS | {"safetensors"},
     "show F": CATALOG | OPENED | FOREIGN,
     "get F a": OPENED | ARRAYS | PLANS | FOREIGN,
-    "convert F N": CATALOG
-    | FILES
-    | DOCUMENTS
-    | ARRAYS
-    | FOREIGN
-    | {"safetensors", "ucformat.views.viewed"},
+    "convert F N": CATALOG | FILES | DOCUMENTS | ARRAYS | FOREIGN,
     "layout schema": {"pydantic"},
 }
 

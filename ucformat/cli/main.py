@@ -124,6 +124,8 @@ def main() -> None:
     # No command uses BLAS, whose threads, one for each core, take as long to start as the rest of
     # NumPy.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # nor plugins of pydantic: to look for them opens the metadata of every installed package
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     _delay_first_collection()
     try:
         ucp.main()

@@ -21,9 +21,7 @@ from ucformat.errors import (
     UsageError,
     first_names,
 )
-from ucformat.exporters.adapter import is_wrapped
-from ucformat.exporters.base import weights_of
-from ucformat.format.arrays import grid_doc, put_array, put_groups
+from ucformat.format.arrays import grid_doc, packed_keys, put_array, put_groups
 from ucformat.format.commit import begin, commit, give_up, new_id
 from ucformat.format.digest import check_values
 from ucformat.format.lossy_states import check_fits, lossy_codec
@@ -34,23 +32,20 @@ from ucformat.jobs.compare import spread_of
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.increments import NO_REFERENCES, References, find_references
 from ucformat.jobs.inputs import Input, joined
-from ucformat.jobs.patch_files import TilesJob, TilesPlan
 from ucformat.jobs.record import lineage_from, record_commits, step_in_name
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
-from ucformat.jobs.virtual import VirtualExtents, put_virtual
-from ucformat.jobs.weight_files import WeightsJob, plan_files, put_assets
 from ucformat.jobs.where import HERE, Where, run_job
 from ucformat.reading.readable import OUTDATED, TRACKERS
 from ucformat.references import open_reference
-from ucformat.schema.manifest import Manifest, SidecarDoc, VerifiedDoc
+from ucformat.schema.manifest import FileDoc, Manifest, SidecarDoc, VerifiedDoc
 from ucformat.schema.tensors import TensorDoc, TensorTable
 from ucformat.settings import allowed_roots
 from ucformat.sources.configuration import with_config
 from ucformat.storage.concurrency import map_io
 from ucformat.storage.url import as_store, as_strings
 from ucformat.storage.wrappers import check_unchanged, find_watched
-from ucformat.views.viewed import outdated
+from ucformat.views.outdated import outdated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,6 +54,9 @@ if TYPE_CHECKING:
     from ucformat.format.arrays import StoredArray
     from ucformat.format.commit import Attempt
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.jobs.patch_files import TilesJob
+    from ucformat.jobs.virtual import VirtualExtents
+    from ucformat.jobs.weight_files import PlacedFiles, WeightsJob
     from ucformat.storage.base import Store
 
 __all__ = ["convert", "put_others", "write"]
@@ -194,21 +192,25 @@ def convert(
     plan |= {"weights": weights} if weights else {}
     # before there are files of an attempt, which may be inside the source's folder
     warn_of_unread(source)
-    placed = VirtualExtents(source, infos) if virtual else None
+    placed = _virtual_extents(source, infos) if virtual else None
     needs = list(references.urls) if placed is None else [url for url, _ in placed.homes]
     attempt = options.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
     try:
         references.protect(str(attempt.keeps))
         if placed is None:
-            files = plan_files(source, infos, attempt.id, weights)
+            files = _planned_files(source, infos, attempt.id, weights)
             in_files: Callable[[], WeightsJob | TilesJob] | None = None
             file_tensors = set() if files is None else {*files.tensors}
             if encoded:
+                from ucformat.jobs.patch_files import TilesJob, TilesPlan
+
                 file_tensors |= encoded
                 keys = tuple(i.key for i in infos if i.key not in file_tensors)
                 tiles = TilesPlan(infos, {}, {}, keys)
                 in_files = partial(TilesJob, source, None, store, attempt.id, tiles, options)
             elif files is not None:
+                from ucformat.jobs.weight_files import WeightsJob
+
                 in_files = partial(
                     WeightsJob, source, store, attempt.id, infos, files, options, weights
                 )
@@ -250,6 +252,26 @@ def convert(
     return Checkpoint(Universal(store, allowed_roots, done))
 
 
+# Most conversions write neither of these, and so do not import what does.
+
+
+def _virtual_extents(source: Checkpoint, infos: Sequence[TensorInfo]) -> VirtualExtents:
+    from ucformat.jobs.virtual import VirtualExtents
+
+    return VirtualExtents(source, infos)
+
+
+def _planned_files(
+    source: Checkpoint, infos: Sequence[TensorInfo], attempt: str, weights: str | None
+) -> PlacedFiles | None:
+    """Plan the files that are no arrays; None if there are none."""
+    if weights is None and not packed_keys(infos):
+        return None
+    from ucformat.jobs.weight_files import plan_files
+
+    return plan_files(source, infos, attempt, weights)
+
+
 def step_of(source: Checkpoint, manifest: Manifest) -> int | None:
     """The step of what was written of a source: its own, else the one in its name."""
     is_recorded = source.universal or manifest.step is not None
@@ -280,6 +302,8 @@ def _write_virtual(
     unprotected: bool,
 ) -> Manifest:
     """Write the extents; files that are read to record checksums are compared with those that they contain."""
+    from ucformat.jobs.virtual import put_virtual
+
     read = Input(source, verify=bool(checksums and options.verify))
     verifier = read.verifier
     with closing(read):
@@ -305,7 +329,11 @@ def _write_virtual(
 
 def based_tensors(infos: Sequence[TensorInfo], weights: str | None) -> list[TensorInfo]:
     """The tensors that may be those of a base: all but weights that other tools load."""
-    loadable = {i.key for i in weights_of(infos)} if weights else set()
+    if not weights:
+        return list(infos)
+    from ucformat.exporters.base import weights_of
+
+    loadable = {i.key for i in weights_of(infos)}
     return [i for i in infos if i.key not in loadable]
 
 
@@ -369,6 +397,8 @@ def _check_weights(
             "a virtual checkpoint has no files of its own for weights",
             hint="leave out one of the two",
         )
+    from ucformat.exporters.adapter import is_wrapped
+
     if is_wrapped(info.name for info in infos):
         raise UnsupportedError(
             f"{source.url} is of a model that PEFT has wrapped: its tensors have other names "
@@ -376,7 +406,7 @@ def _check_weights(
             "Face's tools load",
             hint="`ucp export safetensors` writes PEFT's files of the adapter",
         )
-    plan_files(source, infos, "", weights)  # raises before anything is written
+    _planned_files(source, infos, "", weights)  # raises before anything is written
 
 
 def chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo]:
@@ -528,13 +558,23 @@ def put_others(
         aliases={a: n for a, n in source.aliases.items() if n in names},
         objects=put_objects(store, objects, values),
         per_rank=copy_per_rank(source.universal, store, objects),
-        assets=put_assets(store, attempt.id, folder, source.assets),
+        assets=_put_assets(store, attempt.id, folder, source.assets),
         tensors=TensorTable.of(
             replace(t, at=paths_of(source.metadata, k)) for t, k in zip(tensors, keys, strict=True)
         ),
     )
     _check_unchanged(source)
     return manifest
+
+
+def _put_assets(
+    store: Store, attempt: str, folder: str | None, assets: Mapping[str, bytes]
+) -> dict[str, FileDoc]:
+    if not assets:
+        return {}
+    from ucformat.jobs.weight_files import put_assets
+
+    return put_assets(store, attempt, folder, assets)
 
 
 def _check_unchanged(source: Checkpoint) -> None:

@@ -19,8 +19,7 @@ from ucformat.reading.plan import ReadItem
 from ucformat.schema.manifest import VerifiedDoc
 from ucformat.storage.decoded import is_checked
 from ucformat.storage.strided import CRC32C_SHIFT, checksum, rows
-from ucformat.storage.wrappers import find_watched
-from ucformat.views.viewed import inputs_of
+from ucformat.storage.wrappers import SyntheticStore, find_watched, layers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.finished import SumDoc
     from ucformat.reading.plan import Verify
     from ucformat.reading.readable import FileRecord
+    from ucformat.storage.base import Store
 
 
 class Input:
@@ -239,7 +239,7 @@ class StreamVerifier:
             return True
         if extent.file in self._compared or is_checked(self._source.store, extent.file):
             return True
-        inputs = inputs_of(self._source.store, extent.file)
+        inputs = _inputs_of(self._source.store, extent.file)
         if inputs is None:
             return self._is_in_record(extent, info.itemsize)
         if extent.file not in self._computed:
@@ -268,7 +268,7 @@ class StreamVerifier:
                 or is_checked(self._source.store, e.file)
             ):
                 return True
-            inputs = inputs_of(self._source.store, e.file)
+            inputs = _inputs_of(self._source.store, e.file)
             if inputs is not None:
                 if any(
                     self.carries(input_info, input_extents) for input_info, input_extents in inputs
@@ -497,6 +497,19 @@ def joined(parts: Sequence[tuple[Sequence[TensorInfo], VerifiedDoc]]) -> Verifie
 def _fills(extent: Extent, itemsize: int) -> bool:
     """Whether an extent is all of its block."""
     return extent.block is not None and extent.box.size * itemsize == extent.block.nbytes
+
+
+def _inputs_of(
+    store: Store, file: str
+) -> Iterator[tuple[TensorInfo, Iterable[Extent | Tiles]]] | None:
+    """The tensors that a computed file is made of; None if it is no such file."""
+    if not any(isinstance(layer, SyntheticStore) for layer in layers(store)):
+        return None
+    from ucformat.views.viewed import (
+        inputs_of,
+    )  # here, because most checkpoints are read without a view
+
+    return inputs_of(store, file)
 
 
 def _is_aligned(tiles: Tiles, box: Box) -> bool:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from ucformat.geometry.tensor import Extent, Key, Piece, TensorInfo, TensorList,
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import ReadOptions, read_flat, read_items
 from ucformat.reading.plan import ReadItem, make_plan, merges
-from ucformat.reading.readable import OUTDATED, Loss
-from ucformat.schema.view import Select, Take
+from ucformat.reading.readable import Loss
 from ucformat.storage.base import HIDDEN, Info, check_range
 from ucformat.storage.wrappers import SyntheticStore, WrappedStore
 from ucformat.views.steps import apply, left_unreadable
@@ -486,23 +485,3 @@ def _view_metadata(
     paths = {i.key: metadata.paths[i.key] for i in infos if i.key in metadata.paths}
     same_groups = [g["params"] for g in groups] == [g["params"] for g in metadata.groups]
     return viewed.replace(paths=paths, places=metadata.places if same_groups else ())
-
-
-def outdated(view: Viewed | None, assets: Iterable[str], objects: Mapping[str, Any]) -> list[str]:
-    """The names of assets and objects with the sizes of a whole model, of which the checkpoint has only a part.
-
-    Args:
-        view: the view that takes the part; None if there is none.
-    """
-    recorded = objects.get(OUTDATED)
-    names = (
-        dict.fromkeys(n for n in recorded if isinstance(n, str))
-        if isinstance(recorded, list)
-        else {}
-    )
-    while view is not None and not any(isinstance(step, Take | Select) for _, step in view.steps):
-        view = cast("Viewed", view.base) if getattr(view.base, "is_view", False) else None
-    if view is not None:
-        names |= dict.fromkeys(name for name in assets if name.rpartition("/")[2] == "config.json")
-        names |= dict.fromkeys({"args"} & objects.keys())
-    return list(names)

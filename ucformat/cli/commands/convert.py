@@ -108,7 +108,7 @@ def convert(
     only what is missing.
     """
     import ucformat
-    from ucformat.views.viewed import outdated
+    from ucformat.views.outdated import outdated
 
     chosen: dict[str, Any] = {
         "states": list(states) or None,

@@ -300,7 +300,7 @@ def _outdated(ck: Checkpoint) -> list[str]:
     """The names of files and objects with the sizes of a whole model, of which this is a part."""
     if ck.viewed is None and OUTDATED not in ck.objects:
         return []
-    from ucformat.views.viewed import outdated
+    from ucformat.views.outdated import outdated
 
     return outdated(ck.viewed, ck.assets, ck.objects)
 

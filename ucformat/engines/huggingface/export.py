@@ -144,7 +144,7 @@ class SafetensorsExporter(Exporter):
         from ucformat.sources.model_files import find_assets
         from ucformat.storage.base import Info
         from ucformat.storage.url import open_store
-        from ucformat.views.viewed import outdated
+        from ucformat.views.outdated import outdated
 
         names = find_assets(Info(name, 0, "") for name in source.assets)
         # of a sub-model, the whole model's sizes
