@@ -65,6 +65,33 @@ def test_a_commit_is_in_the_catalog_and_told_once(
         assert [tuple(e.urls) for e in found.find("")] == [(str(tmp_path / "dst"),)]
 
 
+WAITING = """
+import sys, time
+import ucformat, ucformat.jobs.convert as jobs
+write = jobs.write
+
+def waiting(*args):
+    end = time.monotonic() + 60
+    while CATALOG not in sys.modules and time.monotonic() < end:
+        time.sleep(0.01)
+    assert CATALOG in sys.modules
+    return write(*args)
+
+jobs.write = waiting
+CATALOG = "ucformat.catalog.catalog"
+"""
+
+
+def test_the_catalog_is_imported_while_a_conversion_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_packed(LocalStore(tmp_path / "src"), ARRAYS)
+    monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
+    code = f"{WAITING}assert CATALOG not in sys.modules; {WAYS['ucformat.convert']}"
+    code = f"src, dst = {str(tmp_path / 'src')!r}, {str(tmp_path / 'dst')!r}\n{code}"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
 MARKS = {
     "ucformat.Catalog": "import ucformat; ucformat.Catalog(url).tag(id, 'kept')",
     "catalog.catalog": "from ucformat.catalog.catalog import Catalog; Catalog(url).tag(id, 'kept')",

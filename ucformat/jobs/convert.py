@@ -32,7 +32,7 @@ from ucformat.jobs.compare import spread_of
 from ucformat.jobs.finished import discard_finished
 from ucformat.jobs.increments import NO_REFERENCES, References, find_references
 from ucformat.jobs.inputs import Input, joined
-from ucformat.jobs.record import lineage_from, record_commits, step_in_name
+from ucformat.jobs.record import expect_commit, lineage_from, record_commits, step_in_name
 from ucformat.jobs.run import workers_for
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.jobs.where import HERE, Where, run_job
@@ -197,6 +197,7 @@ def convert(
     attempt = options.where.begin(lambda: begin(store, plan, overwrite=overwrite, needs=needs))
     try:
         references.protect(str(attempt.keeps))
+        expect_commit()
         if placed is None:
             files = _planned_files(source, infos, attempt.id, weights)
             in_files: Callable[[], WeightsJob | TilesJob] | None = None

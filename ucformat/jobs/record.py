@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import suppress
+from importlib import import_module
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ucformat._version import __version__
@@ -36,6 +38,22 @@ def record_commits() -> None:
 
     if record_commit not in on_commit:
         on_commit.append(record_commit)
+
+
+def expect_commit() -> None:
+    """Begin to import what records a commit, in a thread, unless the catalog is switched off.
+
+    It takes as long as to write some hundred megabytes. Errors are those of `record_commit`.
+    """
+    from ucformat.settings import load_settings
+
+    def load() -> None:
+        with suppress(Exception):
+            import_module("ucformat.catalog.catalog")
+
+    with suppress(UcformatError):
+        if load_settings().catalog_url() is not None:
+            Thread(target=load, name="ucformat-import", daemon=True).start()
 
 
 def record_commit(url: str, manifest: Manifest) -> None:
