@@ -277,6 +277,11 @@ class PlacedTensor:
         return math.prod(self.grid)
 
     @property
+    def is_one_block(self) -> bool:
+        """Whether it is not cut, and has elements."""
+        return self.edges == self.info.shape
+
+    @property
     def strides(self) -> tuple[int, ...]:
         """Bytes of the file from an element to the next, along each dim."""
         return row_major(self.info.shape, self.info.itemsize)
@@ -405,8 +410,13 @@ class PlacedFiles:
             if block.file == file:
                 sizes[block.number - begin] = len(block.data)
         for placed in self.tensors.values():
-            if placed.file == file:
-                sizes[placed.first - begin : placed.first - begin + placed.count] = placed.rows()[3]
+            if placed.file != file:
+                continue
+            at = placed.first - begin
+            if placed.is_one_block:
+                sizes[at] = placed.info.nbytes
+            else:
+                sizes[at : at + placed.count] = placed.rows()[3]
         return sizes
 
     def columns(self, number: Mapping[Key, int], crcs: Crcs) -> tuple[Columns, list[str]]:
@@ -419,6 +429,20 @@ class PlacedFiles:
         parts: list[tuple[NDArray[np.int64], ...]] = []
         by_dim: list[tuple[NDArray[np.int64], ...]] = []
         before: dict[int, FixedBlock] = {}
+        uncut: list[tuple[int, PlacedTensor]] = []  # that follow each other: there may be many
+
+        def add_uncut() -> None:
+            rows = [
+                (n, t.file, t.offset, t.offset, t.info.nbytes, int(crcs[t.first])) for n, t in uncut
+            ]
+            shapes = [n for _, t in uncut for n in t.info.shape]
+            strides = [n for _, t in uncut for n in t.strides]
+            uncut.clear()
+            if rows:
+                parts.append(tuple(np.array(rows, np.int64).T))
+                sides = [np.array(column, np.int64) for column in (shapes, strides)]
+                by_dim.append((np.zeros(len(shapes), np.int64), sides[0], sides[1]))
+
         for block in self.fixed:
             carrier = self._carrier(block.file)
             if carrier is None:
@@ -436,6 +460,10 @@ class PlacedFiles:
             parts.append(tuple(np.array([value], np.int64) for value in row))
             by_dim.append((none, none, none))
         for key, placed in self.tensors.items():
+            if placed.is_one_block and placed.file not in before:
+                uncut.append((number[key], placed))
+                continue
+            add_uncut()
             start, shape, offset, nbytes = placed.rows()
             n, sums = (
                 placed.count,
@@ -452,6 +480,7 @@ class PlacedFiles:
             )
             strides = np.broadcast_to(np.array(placed.strides, np.int64), shape.shape)
             by_dim.append((start.reshape(-1), shape.reshape(-1), strides.reshape(-1)))
+        add_uncut()
         names = ("tensor", "file", "offset", "block_offset", "block_nbytes", "crc32c")
         rows = {
             name: _joined(column)
