@@ -183,7 +183,8 @@ def convert(
                 hint="leave out one of the two",
             )
         references = find_references(source, based_tensors(infos, weights), base, store.url)
-        infos = [i for i in infos if i.key not in references.keys]
+        referenced = references.keys
+        infos = [i for i in infos if i.key not in referenced]
     plan = (
         plan_document(source, infos, options)
         | references.plan
@@ -561,7 +562,8 @@ def put_others(
         per_rank=copy_per_rank(source.universal, store, objects),
         assets=_put_assets(store, attempt.id, folder, source.assets),
         tensors=TensorTable.of(
-            replace(t, at=paths_of(source.metadata, k)) for t, k in zip(tensors, keys, strict=True)
+            t if t.at == at else replace(t, at=at)
+            for t, at in zip(tensors, (paths_of(source.metadata, k) for k in keys), strict=True)
         ),
     )
     _check_unchanged(source)
