@@ -278,23 +278,31 @@ class Sidecar:
             return tuple(self.described.extents(number, within))
         c = self.columns
         rows = self._order[self._bounds[number] : self._bounds[number + 1]]
-        ndim = self._ndims[number]
-        dims = (self._ends[rows] - ndim)[:, None] + np.arange(ndim)
-        if within is not None:
-            start, stop = c.start[dims], c.start[dims] + c.shape[dims]
-            meets = (
-                (start < np.array(within.stop, np.int64))
-                & (stop > np.array(within.start, np.int64))
-            ).all(axis=1)
-            rows, dims = rows[meets], dims[meets]
-        values = zip(
-            *(
-                a[rows].tolist()
-                for a in (self.tiled, c.file, c.offset, c.block_offset, c.block_nbytes, c.crc32c)
-            ),
-            *(map(tuple, a[dims].tolist()) for a in (c.start, c.shape, c.strides, c.tile)),
-            strict=True,
-        )
+        ndim = int(self._ndims[number])
+        of_row = (self.tiled, c.file, c.offset, c.block_offset, c.block_nbytes, c.crc32c)
+        of_dim = (c.start, c.shape, c.strides, c.tile)
+        values: Iterable[tuple[Any, ...]]
+        if len(rows) == 1:  # as of small tensors, of which there may be many
+            row = int(rows[0])
+            end = int(self._ends[row])
+            by_dim = [tuple(a[end - ndim : end].tolist()) for a in of_dim]
+            if within is not None and not _meet(by_dim[0], by_dim[1], within):
+                return ()
+            values = [(*(int(a[row]) for a in of_row), *by_dim)]
+        else:
+            dims = (self._ends[rows] - ndim)[:, None] + np.arange(ndim)
+            if within is not None:
+                start, stop = c.start[dims], c.start[dims] + c.shape[dims]
+                meets = (
+                    (start < np.array(within.stop, np.int64))
+                    & (stop > np.array(within.start, np.int64))
+                ).all(axis=1)
+                rows, dims = rows[meets], dims[meets]
+            values = zip(
+                *(a[rows].tolist() for a in of_row),
+                *(map(tuple, a[dims].tolist()) for a in of_dim),
+                strict=True,
+            )
         out: list[Extent | Tiles] = []
         for tiled, file, offset, at, nbytes, crc, start, shape, strides, tile in values:
             if tiled:
@@ -305,6 +313,12 @@ class Sidecar:
             block = None if at == NO_BLOCK else block_of(at, nbytes, crc)
             out.append(Extent(Box(start, shape), self.files[file], offset, strides, block))
         return tuple(out)
+
+
+def _meet(start: Iterable[int], shape: Iterable[int], within: Box) -> bool:
+    """Whether an extent and a box may have elements in common."""
+    dims = zip(start, shape, within.start, within.stop, strict=True)
+    return all(a < stop and a + n > begin for a, n, begin, stop in dims)
 
 
 def _placed_tiles(tensor: int, tiling: Tiling, box: Box, offset: int) -> dict[int, tuple[int, Box]]:
