@@ -1,7 +1,7 @@
 /* Chunks in a row, each with room for its CRC-32C behind it: their checksums, and their digests (XXH3-128).
 
-The package xxhash keeps the GIL for a chunk of 64 KiB, so threads that write arrays waited for each other. The algorithm is
-that of the specification of xxHash for inputs of more than 240 bytes, with the default secret and no seed. */
+In Python, threads that write arrays waited for the GIL at every chunk. The algorithm is that of the specification of xxHash
+for inputs of more than 240 bytes, with the default secret and no seed. */
 
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
