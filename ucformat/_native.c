@@ -11,16 +11,17 @@ file is not built for. */
 #include <immintrin.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
 #define MAX_DIMS 64
 #define MAX_VECTORS 1024 /* IOV_MAX of Linux */
-#define PIECE (256 << 10)  /* bytes that are written at once, or read at once if they are checked or copied */
-#define SHORT_ROW 4096      /* bytes of rows that `preadv` always takes longer to fill than to copy from the cache */
-#define LONG_ROW (1 << 20)  /* bytes of rows that it never does; between the two it depends on the processor */
+#define PIECE (256 << 10) /* bytes that are written at once, or read at once if they are checked or copied */
+#define LINE 64           /* bytes of a line of the cache */
+#define PAGE 4096
+#define CHECKED_ROW 2048 /* bytes of rows from which on each is checked by itself while it is copied */
 
 /* The rows of a buffer: runs of contiguous bytes at the indices of the leading dims. */
 typedef struct {
@@ -110,24 +111,43 @@ static uint32_t finish(const Polynomial *of, __m128i x, const uint8_t *p, size_t
     return of->words(of->words(0, folded, 16), p, n);
 }
 
+/* The CRC of bytes, which are also stored past the cache to `to`, the beginning of a line, unless it is NULL. */
+#define INLINE static inline __attribute__((always_inline))
+
+__attribute__((target("sse4.2,pclmul"))) INLINE uint32_t fold_sse(
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n, char *to) {
+    if (n < 128) {
+        if (to) memcpy(to, p, n);
+        return of->words(crc, p, n);
+    }
+    const __m128i by64 = FACTORS(of->by64), by16 = FACTORS(of->by16);
+    __m128i x[4], y;
+    for (int k = 0; k < 4; k++) {
+        x[k] = _mm_loadu_si128((const __m128i *)p + k);
+        if (to) _mm_stream_si128((__m128i *)to + k, x[k]);
+    }
+    x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128((int)crc));
+    for (p += 64, n -= 64; n >= 64; p += 64, n -= 64) {
+        if (to) to += 64;
+        for (int k = 0; k < 4; k++) {
+            y = _mm_loadu_si128((const __m128i *)p + k);
+            if (to) _mm_stream_si128((__m128i *)to + k, y);
+            x[k] = FOLD128(x[k], by64, y);
+        }
+    }
+    if (to) memcpy(to + 64, p, n);
+    for (int k = 1; k < 4; k++) x[k] = FOLD128(x[k - 1], by16, x[k]);
+    return finish(of, x[3], p, n);
+}
+
 __attribute__((target("sse4.2,pclmul"))) static uint32_t crc_sse(
     const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n) {
-    if (n < 128) return of->words(crc, p, n);
-    const __m128i by64 = FACTORS(of->by64), by16 = FACTORS(of->by16);
-    const __m128i *b = (const __m128i *)p;
-    __m128i x0 = _mm_xor_si128(_mm_loadu_si128(b), _mm_cvtsi32_si128((int)crc));
-    __m128i x1 = _mm_loadu_si128(b + 1), x2 = _mm_loadu_si128(b + 2), x3 = _mm_loadu_si128(b + 3);
-    for (p += 64, n -= 64; n >= 64; p += 64, n -= 64) {
-        b = (const __m128i *)p;
-        x0 = FOLD128(x0, by64, _mm_loadu_si128(b));
-        x1 = FOLD128(x1, by64, _mm_loadu_si128(b + 1));
-        x2 = FOLD128(x2, by64, _mm_loadu_si128(b + 2));
-        x3 = FOLD128(x3, by64, _mm_loadu_si128(b + 3));
-    }
-    x1 = FOLD128(x0, by16, x1);
-    x2 = FOLD128(x1, by16, x2);
-    x3 = FOLD128(x2, by16, x3);
-    return finish(of, x3, p, n);
+    return fold_sse(of, crc, p, n, NULL);
+}
+
+__attribute__((target("sse4.2,pclmul"))) static uint32_t crc_stream_sse(
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n, char *to) {
+    return fold_sse(of, crc, p, n, to);
 }
 
 #define FOLD256(x, k, y)                                                                                            \
@@ -135,53 +155,90 @@ __attribute__((target("sse4.2,pclmul"))) static uint32_t crc_sse(
         _mm256_xor_si256(_mm256_clmulepi64_epi128(x, k, 0x00), _mm256_clmulepi64_epi128(x, k, 0x11)), y)
 #define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
 
-__attribute__((target("avx2,vpclmulqdq,sse4.2,pclmul"))) static uint32_t crc_avx2(
-    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n) {
-    if (n < 256) return crc_sse(of, crc, p, n);
+__attribute__((target("avx2,vpclmulqdq,sse4.2,pclmul"))) INLINE uint32_t fold_avx2(
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n, char *to) {
+    if (n < 256) {
+        if (to) memcpy(to, p, n);
+        return crc_sse(of, crc, p, n);
+    }
     const __m256i by128 = _mm256_broadcastsi128_si256(FACTORS(of->by128));
     const __m256i by32 = _mm256_broadcastsi128_si256(FACTORS(of->by32));
-    __m256i x0 = _mm256_xor_si256(LOAD256(p), _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)crc)));
-    __m256i x1 = LOAD256(p + 32), x2 = LOAD256(p + 64), x3 = LOAD256(p + 96);
-    for (p += 128, n -= 128; n >= 128; p += 128, n -= 128) {
-        x0 = FOLD256(x0, by128, LOAD256(p));
-        x1 = FOLD256(x1, by128, LOAD256(p + 32));
-        x2 = FOLD256(x2, by128, LOAD256(p + 64));
-        x3 = FOLD256(x3, by128, LOAD256(p + 96));
+    __m256i x[4], y;
+    for (int k = 0; k < 4; k++) {
+        x[k] = LOAD256(p + 32 * k);
+        if (to) _mm256_stream_si256((__m256i *)to + k, x[k]);
     }
-    x1 = FOLD256(x0, by32, x1);
-    x2 = FOLD256(x1, by32, x2);
-    x3 = FOLD256(x2, by32, x3);
-    __m128i a = _mm256_extracti128_si256(x3, 1);
-    return finish(of, FOLD128(_mm256_castsi256_si128(x3), FACTORS(of->by16), a), p, n);
+    x[0] = _mm256_xor_si256(x[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)crc)));
+    for (p += 128, n -= 128; n >= 128; p += 128, n -= 128) {
+        if (to) to += 128;
+        for (int k = 0; k < 4; k++) {
+            y = LOAD256(p + 32 * k);
+            if (to) _mm256_stream_si256((__m256i *)to + k, y);
+            x[k] = FOLD256(x[k], by128, y);
+        }
+    }
+    if (to) memcpy(to + 128, p, n);
+    for (int k = 1; k < 4; k++) x[k] = FOLD256(x[k - 1], by32, x[k]);
+    __m128i a = _mm256_extracti128_si256(x[3], 1);
+    return finish(of, FOLD128(_mm256_castsi256_si128(x[3]), FACTORS(of->by16), a), p, n);
+}
+
+__attribute__((target("avx2,vpclmulqdq,sse4.2,pclmul"))) static uint32_t crc_avx2(
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n) {
+    return fold_avx2(of, crc, p, n, NULL);
+}
+
+__attribute__((target("avx2,vpclmulqdq,sse4.2,pclmul"))) static uint32_t crc_stream_avx2(
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n, char *to) {
+    return fold_avx2(of, crc, p, n, to);
 }
 
 #define FOLD512(x, k, y) \
     _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(x, k, 0x00), _mm512_clmulepi64_epi128(x, k, 0x11), y, 0x96)
 
-__attribute__((target("avx512f,avx512vl,vpclmulqdq,sse4.2,pclmul"))) static uint32_t crc_avx512(
-    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n) {
-    if (n < 512) return crc_sse(of, crc, p, n);
+__attribute__((target("avx512f,avx512vl,vpclmulqdq,sse4.2,pclmul"))) INLINE uint32_t fold_avx512(
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n, char *to) {
+    if (n < 512) {
+        if (to) memcpy(to, p, n);
+        return crc_sse(of, crc, p, n);
+    }
     const __m512i by256 = _mm512_broadcast_i32x4(FACTORS(of->by256)), by64 = _mm512_broadcast_i32x4(FACTORS(of->by64));
     const __m128i by48 = FACTORS(of->by48), by32 = FACTORS(of->by32), by16 = FACTORS(of->by16);
-    __m512i x0 = _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
-    __m512i x1 = _mm512_loadu_si512(p + 64), x2 = _mm512_loadu_si512(p + 128), x3 = _mm512_loadu_si512(p + 192);
-    for (p += 256, n -= 256; n >= 256; p += 256, n -= 256) {
-        x0 = FOLD512(x0, by256, _mm512_loadu_si512(p));
-        x1 = FOLD512(x1, by256, _mm512_loadu_si512(p + 64));
-        x2 = FOLD512(x2, by256, _mm512_loadu_si512(p + 128));
-        x3 = FOLD512(x3, by256, _mm512_loadu_si512(p + 192));
+    __m512i x[4], y;
+    for (int k = 0; k < 4; k++) {
+        x[k] = _mm512_loadu_si512(p + 64 * k);
+        if (to) _mm512_stream_si512((__m512i *)to + k, x[k]);
     }
-    x1 = FOLD512(x0, by64, x1);
-    x2 = FOLD512(x1, by64, x2);
-    x3 = FOLD512(x2, by64, x3);
-    __m128i a = _mm512_extracti32x4_epi32(x3, 3);
-    a = FOLD128(_mm512_extracti32x4_epi32(x3, 2), by16, a);
-    a = FOLD128(_mm512_extracti32x4_epi32(x3, 1), by32, a);
-    a = FOLD128(_mm512_castsi512_si128(x3), by48, a);
+    x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)crc)));
+    for (p += 256, n -= 256; n >= 256; p += 256, n -= 256) {
+        if (to) to += 256;
+        for (int k = 0; k < 4; k++) {
+            y = _mm512_loadu_si512(p + 64 * k);
+            if (to) _mm512_stream_si512((__m512i *)to + k, y);
+            x[k] = FOLD512(x[k], by256, y);
+        }
+    }
+    if (to) memcpy(to + 256, p, n);
+    for (int k = 1; k < 4; k++) x[k] = FOLD512(x[k - 1], by64, x[k]);
+    __m128i a = _mm512_extracti32x4_epi32(x[3], 3);
+    a = FOLD128(_mm512_extracti32x4_epi32(x[3], 2), by16, a);
+    a = FOLD128(_mm512_extracti32x4_epi32(x[3], 1), by32, a);
+    a = FOLD128(_mm512_castsi512_si128(x[3]), by48, a);
     return finish(of, a, p, n);
 }
 
+__attribute__((target("avx512f,avx512vl,vpclmulqdq,sse4.2,pclmul"))) static uint32_t crc_avx512(
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n) {
+    return fold_avx512(of, crc, p, n, NULL);
+}
+
+__attribute__((target("avx512f,avx512vl,vpclmulqdq,sse4.2,pclmul"))) static uint32_t crc_stream_avx512(
+    const Polynomial *of, uint32_t crc, const uint8_t *p, size_t n, char *to) {
+    return fold_avx512(of, crc, p, n, to);
+}
+
 static uint32_t (*crc_bytes)(const Polynomial *, uint32_t, const uint8_t *, size_t);
+static uint32_t (*crc_stream)(const Polynomial *, uint32_t, const uint8_t *, size_t, char *);
 
 uint32_t crc32c_bytes(const uint8_t *p, size_t n) { return ~crc_bytes(&castagnoli, ~0u, p, n); }
 
@@ -224,10 +281,9 @@ typedef struct {
 typedef struct {
     Target *targets;
     Py_ssize_t count, next;
+    int check;
+    char *scratch; /* of SCRATCH bytes, from the beginning of a page */
     struct iovec vectors[MAX_VECTORS];
-    Target *owners[MAX_VECTORS];
-    char *scratch;        /* of PIECE bytes, if any row is short */
-    Py_ssize_t short_row; /* bytes below which a row is short */
 } Targets;
 
 /* The next `n` bytes of a target have been taken care of; they end in its current row. */
@@ -245,51 +301,47 @@ static Target *first_left(Targets *all) {
     return all->next < all->count ? &all->targets[all->next] : NULL;
 }
 
-static int has_short_rows(const Targets *all, const Target *target) {
-    return target->rows.run < all->short_row && target->rows.left > 1;
+/* Whether the next bytes of a target are read into the scratch memory and copied from there, with the checksum, instead
+of into place: rows are copied faster than `preadv` fills them. Also where a processor copies slowly because memory has a
+place within its page that is less than a line after that of the file's bytes within theirs: AMD's Zen 3 takes five times
+as long. */
+static int is_copied(const Targets *all, const Target *target, off_t offset) {
+    if (all->check || (target->rows.run < PIECE && target->rows.left > 1)) return 1;
+    uintptr_t after = ((uintptr_t)(target->rows.row + target->used) - (uintptr_t)offset) % PAGE;
+    return after && after < LINE;
 }
 
-/* Prepares up to `limit` bytes of long rows, or the limit of `preadv`; returns the number of vectors. */
-static int prepare(Targets *all, size_t limit) {
+/* Reads as much as goes into place at once. As `read_all`. */
+static Py_ssize_t read_into_place(int fd, off_t offset, Targets *all, size_t *wanted) {
     int n = 0;
-    Target *target;
-    for (size_t bytes = 0; n < MAX_VECTORS && bytes < limit && (target = first_left(all)); n++) {
-        if (has_short_rows(all, target)) break;
-        size_t run = (size_t)(target->rows.run - target->used), take = run < limit - bytes ? run : limit - bytes;
-        all->owners[n] = target;
+    *wanted = 0;
+    for (Target *target; n < MAX_VECTORS && (target = first_left(all)); n++) {
+        if (is_copied(all, target, offset + (off_t)*wanted)) break;
+        size_t run = (size_t)(target->rows.run - target->used);
         all->vectors[n].iov_base = target->rows.row + target->used;
-        all->vectors[n].iov_len = take;
-        bytes += take;
-        advance(target, take);
+        all->vectors[n].iov_len = run;
+        *wanted += run;
+        advance(target, run);
     }
-    return n;
-}
-
-/* Reads what `prepare` prepared. As `read_all`. */
-static Py_ssize_t read_long(int fd, off_t offset, Targets *all, int check, int n) {
-    Py_ssize_t done = 0;
+    size_t done = 0;
     for (int k = 0; k < n;) {
-        ssize_t got = preadv(fd, all->vectors + k, n - k, offset + done);
+        ssize_t got = preadv(fd, all->vectors + k, n - k, offset + (off_t)done);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return -1;
         if (got == 0) break;
-        done += got;
-        while (got) {
-            struct iovec *v = &all->vectors[k];
-            size_t part = (size_t)got < v->iov_len ? (size_t)got : v->iov_len;
-            if (check) all->owners[k]->crc = crc_bytes(&castagnoli, all->owners[k]->crc, v->iov_base, part);
-            v->iov_base = (char *)v->iov_base + part;
-            v->iov_len -= part;
-            got -= (ssize_t)part;
-            if (!v->iov_len) k++;
+        done += (size_t)got;
+        for (; got && (size_t)got >= all->vectors[k].iov_len; k++) got -= (ssize_t)all->vectors[k].iov_len;
+        if (got) {
+            all->vectors[k].iov_base = (char *)all->vectors[k].iov_base + got;
+            all->vectors[k].iov_len -= (size_t)got;
         }
     }
-    return done;
+    return (Py_ssize_t)done;
 }
 
 /* Copies bytes, whole lines of the cache past the cache: otherwise each line is read before it is written. */
 #define STREAM(line)                                                 \
-    size_t head = -(uintptr_t)to & 63;                               \
+    size_t head = -(uintptr_t)to % LINE;                             \
     if (head > n) head = n;                                          \
     memcpy(to, from, head);                                          \
     for (to += head, from += head, n -= head; n >= 64; to += 64, from += 64, n -= 64) line; \
@@ -336,18 +388,32 @@ static void copy_rows(char *to, Py_ssize_t step, const char *from, size_t run, P
     }
 }
 
+/* Copies bytes as `stream`, and continues the checksum of a target with them while they are copied. */
+static void stream_checked(Target *target, char *to, const char *from, size_t n) {
+    size_t head = -(uintptr_t)to % LINE;
+    if (head > n) head = n;
+    memcpy(to, from, head);
+    target->crc = castagnoli.words(target->crc, (const uint8_t *)from, head);
+    target->crc = crc_stream(&castagnoli, target->crc, (const uint8_t *)from + head, n - head, to + head);
+}
+
 /* Copies what was read to the next rows. */
-static void scatter(Targets *all, const char *data, size_t n, int check) {
+static void scatter(Targets *all, const char *data, size_t n) {
     while (n) {
         Target *target = first_left(all);
-        size_t part = n < target->left ? n : target->left;
-        if (check) target->crc = crc_bytes(&castagnoli, target->crc, (const uint8_t *)data, part);
+        Rows *rows = &target->rows;
+        size_t part = n < target->left ? n : target->left, whole = (size_t)rows->run;
+        int by_row = all->check && whole >= CHECKED_ROW;
+        if (all->check && !by_row) { /* some rows, which are copied while they are in the fastest cache */
+            size_t some = whole - (size_t)target->used + (PAGE - whole) / whole * whole;
+            if (part > some) part = some;
+            target->crc = crc_bytes(&castagnoli, target->crc, (const uint8_t *)data, part);
+        }
         n -= part;
         while (part) {
-            Rows *rows = &target->rows;
-            size_t run = (size_t)(rows->run - target->used), take = run < part ? run : part;
+            size_t run = whole - (size_t)target->used, take = run < part ? run : part;
             int d = rows->dims - 1;
-            if (!target->used && d >= 0) { /* all rows at once up to the last one of this dim */
+            if (!by_row && !target->used && d >= 0) { /* all rows at once up to the last one of this dim */
                 Py_ssize_t count = rows->shape[d] - rows->at[d] - 1, fit = (Py_ssize_t)(part / run);
                 if (count > fit) count = fit;
                 copy_rows(rows->row, rows->strides[d], data, run, count);
@@ -359,7 +425,8 @@ static void scatter(Targets *all, const char *data, size_t n, int check) {
                 part -= (size_t)count * run;
                 if (take > part) take = part;
             }
-            stream(rows->row + target->used, data, take);
+            if (by_row) stream_checked(target, rows->row + target->used, data, take);
+            else stream(rows->row + target->used, data, take);
             data += take;
             part -= take;
             advance(target, take);
@@ -367,79 +434,61 @@ static void scatter(Targets *all, const char *data, size_t n, int check) {
     }
 }
 
-/* Reads a piece of short rows, which `preadv` takes longer to fill than to copy. As `read_all`. */
-static Py_ssize_t read_short(int fd, off_t offset, Targets *all, int check) {
-    size_t wanted = 0, done = 0;
-    for (Py_ssize_t k = all->next; k < all->count && wanted < PIECE; k++) {
-        Target *target = &all->targets[k];
-        if (target->left && target->rows.run >= all->short_row) break;
-        wanted += target->left;
+#define SCRATCH (PIECE + LINE)
+#define SPARES 16
+static _Atomic(char *) spares[SPARES]; /* scratch memory that no call uses: new memory costs as much as a piece */
+
+static char *take_scratch(void) {
+    for (int k = 0; k < SPARES; k++) {
+        char *scratch = atomic_exchange(&spares[k], NULL);
+        if (scratch) return scratch;
     }
-    if (wanted > PIECE) wanted = PIECE;
-    while (done < wanted) {
-        ssize_t got = pread(fd, all->scratch + done, wanted - done, offset + (off_t)done);
+    return aligned_alloc(PAGE, (SCRATCH + PAGE - 1) / PAGE * PAGE);
+}
+
+static void give_scratch(char *scratch) {
+    for (int k = 0; k < SPARES && scratch; k++) scratch = atomic_exchange(&spares[k], scratch);
+    free(scratch);
+}
+
+/* Reads a piece, and copies it to the next rows. As `read_all`. */
+static Py_ssize_t read_and_copy(int fd, off_t offset, Targets *all, size_t *wanted) {
+    size_t done = 0;
+    *wanted = 0;
+    for (Py_ssize_t k = all->next; k < all->count && *wanted < PIECE; k++) {
+        Target *target = &all->targets[k];
+        if (target->left && !is_copied(all, target, offset + (off_t)*wanted)) break;
+        *wanted += target->left;
+    }
+    if (*wanted > PIECE) *wanted = PIECE;
+    /* not at a place within the page that is copied to slowly, as in `is_copied` */
+    char *scratch = all->scratch + ((uintptr_t)-offset % PAGE < LINE ? LINE : 0);
+    while (done < *wanted) {
+        ssize_t got = pread(fd, scratch + done, *wanted - done, offset + (off_t)done);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return -1;
         if (got == 0) break;
         done += (size_t)got;
     }
-    scatter(all, all->scratch, done, check);
+    scatter(all, scratch, done);
     _mm_sfence();
     return (Py_ssize_t)done;
 }
 
-/* Reads until all targets are full or the file ends; returns the bytes read, -1 with errno after an error. What is
-checked is read in pieces, each of which is still in the processor's cache when its checksum is computed. */
-static Py_ssize_t read_all(int fd, off_t offset, Targets *all, int check) {
+/* Reads until all targets are full or the file ends; returns the bytes read, -1 with errno after an error. */
+static Py_ssize_t read_all(int fd, off_t offset, Targets *all) {
     Py_ssize_t done = 0;
     for (Target *target; (target = first_left(all));) {
-        Py_ssize_t got, wanted = 0;
-        if (has_short_rows(all, target)) {
-            got = read_short(fd, offset + done, all, check);
-        } else {
-            int n = prepare(all, check ? PIECE : SIZE_MAX);
-            for (int k = 0; k < n; k++) wanted += (Py_ssize_t)all->vectors[k].iov_len;
-            got = read_long(fd, offset + done, all, check, n);
+        size_t wanted;
+        if (!all->scratch && is_copied(all, target, offset + done) && !(all->scratch = take_scratch())) {
+            errno = ENOMEM;
+            return -1;
         }
+        Py_ssize_t got = (is_copied(all, target, offset + done) ? read_and_copy : read_into_place)(
+            fd, offset + done, all, &wanted);
         if (got < 0) return -1;
         done += got;
-        if (got == 0 || got < wanted) return done;
-    }
-    return done;
-}
-
-/* How long a byte takes in rows of middle length, in picoseconds, an average over the last calls (0: not measured): read
-into place, or into the cache and copied by streaming stores; with checksums or without. Some processors copy from the
-page cache into place three times as fast as others. Threads may lose each other's measurements. */
-enum { INTO_PLACE, THROUGH_CACHE };
-static _Atomic uint64_t pace[2][2];
-static _Atomic unsigned choices[2];
-
-#define EXPLORE 32 /* one of so many calls takes the slower way, to measure it again */
-#define MEASURED (1 << 20) /* bytes of a call that is measured */
-
-static int faster_way(int check) {
-    unsigned number = choices[check]++;
-    uint64_t in_place = pace[check][INTO_PLACE], cached = pace[check][THROUGH_CACHE];
-    if (!in_place || !cached) return number % 2;
-    return (cached < in_place) ^ (number % EXPLORE == 0);
-}
-
-static uint64_t nanoseconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
-/* Reads rows of middle length in the way that has been faster. As `read_all`. */
-static Py_ssize_t read_middle(int fd, off_t offset, Targets *all, int check) {
-    int way = faster_way(check);
-    all->short_row = way == THROUGH_CACHE ? LONG_ROW : SHORT_ROW;
-    uint64_t begun = nanoseconds();
-    Py_ssize_t done = read_all(fd, offset, all, check);
-    if (done >= MEASURED) {
-        uint64_t took = (nanoseconds() - begun) * 1000 / (uint64_t)done + 1, before = pace[check][way];
-        pace[check][way] = before ? (3 * before + took) / 4 : took;
+        if ((size_t)got < wanted) break;
     }
     return done;
 }
@@ -456,7 +505,6 @@ static int open_targets(Given *given, PyObject *buffers, PyObject *crcs) {
     memset(given, 0, sizeof *given);
     given->crcs = crcs;
     if (!(given->buffers = PySequence_Tuple(buffers))) return -1;
-    int check = crcs != Py_None;
     Py_ssize_t count = PyTuple_Size(given->buffers);
     given->views = PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
     Targets *all = given->all = PyMem_Calloc(1, sizeof(Targets));
@@ -465,7 +513,8 @@ static int open_targets(Given *given, PyObject *buffers, PyObject *crcs) {
         return -1;
     }
     all->count = count;
-    if (check && (!PyList_Check(crcs) || PyList_Size(crcs) != count)) {
+    all->check = crcs != Py_None;
+    if (all->check && (!PyList_Check(crcs) || PyList_Size(crcs) != count)) {
         PyErr_SetString(PyExc_ValueError, "crcs is not a list with a number for each buffer");
         return -1;
     }
@@ -479,7 +528,7 @@ static int open_targets(Given *given, PyObject *buffers, PyObject *crcs) {
             PyErr_SetString(PyExc_BufferError, "a buffer is not writable");
             return -1;
         }
-        if (check) {
+        if (all->check) {
             unsigned long before = PyLong_AsUnsignedLong(PyList_GetItem(crcs, given->open - 1));
             if (before == (unsigned long)-1 && PyErr_Occurred()) return -1;
             target->crc = ~(uint32_t)before;
@@ -502,7 +551,7 @@ static void close_targets(Given *given) {
     while (given->open > 0) PyBuffer_Release(&given->views[--given->open]);
     PyMem_Free(given->views);
     if (given->all) {
-        PyMem_Free(given->all->scratch);
+        give_scratch(given->all->scratch);
         PyMem_Free(given->all->targets);
     }
     PyMem_Free(given->all);
@@ -517,19 +566,9 @@ static PyObject *read_into(PyObject *module, PyObject *args) {
     (void)module;
     if (!PyArg_ParseTuple(args, "iLO|O", &fd, &offset, &buffers, &crcs)) return NULL;
     if (open_targets(&given, buffers, crcs)) goto end;
-    int middle = 0;
-    given.all->short_row = LONG_ROW;
-    for (Py_ssize_t k = 0; k < given.all->count; k++) {
-        if (!has_short_rows(given.all, &given.all->targets[k])) continue;
-        middle |= given.all->targets[k].rows.run >= SHORT_ROW;
-        if (!given.all->scratch && !(given.all->scratch = PyMem_Malloc(PIECE))) {
-            PyErr_NoMemory();
-            goto end;
-        }
-    }
     Py_ssize_t done;
     Py_BEGIN_ALLOW_THREADS
-    done = (middle ? read_middle : read_all)(fd, (off_t)offset, given.all, crcs != Py_None);
+    done = read_all(fd, (off_t)offset, given.all);
     Py_END_ALLOW_THREADS
     if (done < 0) {
         PyErr_SetFromErrno(PyExc_OSError);
@@ -576,7 +615,7 @@ static PyObject *fill(PyObject *module, PyObject *args) {
     }
     Py_BEGIN_ALLOW_THREADS
     for (size_t at = 0; at < total; at += PIECE)
-        scatter(given.all, (const char *)data.buf + at, total - at < PIECE ? total - at : PIECE, crcs != Py_None);
+        scatter(given.all, (const char *)data.buf + at, total - at < PIECE ? total - at : PIECE);
     _mm_sfence();
     Py_END_ALLOW_THREADS
     if (!set_crcs(&given)) {
@@ -592,7 +631,7 @@ end:
 /* Copies rows to rows of another length. Short rows of the source are fetched in advance: each may be on another page. */
 static void copy_all(Rows *to, Rows *from) {
     Py_ssize_t used = 0, taken = 0, ahead = 0;
-    if (from->dims && from->run < SHORT_ROW) ahead = FETCHED * from->strides[from->dims - 1];
+    if (from->dims && from->run < PAGE) ahead = FETCHED * from->strides[from->dims - 1];
     while (to->left && from->left) {
         Py_ssize_t n = to->run - used < from->run - taken ? to->run - used : from->run - taken;
         const char *source = from->row + taken;
@@ -662,11 +701,16 @@ static int ready(PyObject *module) {
         return -1;
     }
     crc_bytes = crc_sse;
+    crc_stream = crc_stream_sse;
     stream = stream_sse;
     if (__builtin_cpu_supports("avx2")) stream = stream_avx2;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) crc_bytes = crc_avx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) {
+        crc_bytes = crc_avx2;
+        crc_stream = crc_stream_avx2;
+    }
     if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq")) {
         crc_bytes = crc_avx512;
+        crc_stream = crc_stream_avx512;
         stream = stream_avx512;
     }
     for (uint32_t byte = 0; byte < 256; byte++) {

@@ -9,6 +9,7 @@ import random
 import resource
 import threading
 import zlib
+from itertools import product
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -200,22 +201,31 @@ def test_more_rows_than_one_call_takes(nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("verified", [False, True])
-def test_rows_are_read_in_the_way_that_is_faster(*, verified: bool) -> None:
-    """Which that is depends on the processor: calls are measured, and sometimes take the other way."""
-    memory = np.zeros((512, 2, 8192), np.uint8)
-    data = os.urandom(memory.size // 2 + 7)
+@pytest.mark.parametrize(
+    "nbytes", [100, 511, 2047, 2048, 4096, 5000, (256 << 10) - 1, 256 << 10, 600_000]
+)
+def test_rows_at_any_place_within_their_page(nbytes: int, *, verified: bool) -> None:
+    """How bytes are read depends on where in a page they are in the file and in memory."""
+    count = 1 if nbytes == 600_000 else max(2, 9000 // nbytes)
+    pitch = nbytes + 200
+    memory = np.zeros(4096 + (count + 1) * pitch, np.uint8)
+    data = os.urandom(count * nbytes + 4200)
     fd = os.memfd_create("rows")
     try:
         os.pwrite(fd, data, 0)
-        for start in range(80):
-            expected = data[start % 8 : start % 8 + memory.size // 2]
-            crcs = [0] if verified else None
-            assert strided.read_scattered(fd, start % 8, [memory[:, 1].data], crcs) == len(expected)
-            assert memory[:, 1].tobytes() == expected
-            assert crcs is None or crcs == [crc32c(expected)]
+        for offset, place in product((0, 1, 31, 64, 4090, 4095), (0, 1, 17, 63, 64)):
+            memory[...] = 7
+            begin = (offset + place - memory.ctypes.data) % 4096
+            rows = memory[begin : begin + count * pitch].reshape(count, pitch)[:, :nbytes]
+            expected = data[offset : offset + rows.size]
+            crcs = [5] if verified else None
+            assert strided.read_scattered(fd, offset, [rows.data], crcs) == len(expected)
+            assert rows.tobytes() == expected
+            assert crcs is None or crcs == [crc32c(expected, 5)]
+            rows[...] = 7
+            assert (memory == 7).all()
     finally:
         os.close(fd)
-    assert not memory[:, 0].any()
 
 
 def strided_bytes(buffer: memoryview) -> bytes:
@@ -240,6 +250,19 @@ def test_all_of_a_buffer_is_written(tmp_path: Path, nbytes: int) -> None:
         strided.write_all(file.fileno(), b"head")
         strided.write_all(file.fileno(), data.data)
     assert (tmp_path / "f").read_bytes() == b"head" + data.tobytes()
+
+
+def test_all_of_a_buffer_is_written_to_a_pipe() -> None:
+    """Which has no position."""
+    data = random.Random(1).randbytes((256 << 10) + 3)
+    end, begin = os.pipe()
+    with os.fdopen(end, "rb") as reader:
+        thread = threading.Thread(
+            target=lambda: (strided.write_all(begin, data), os.close(begin))  # type: ignore[func-returns-value]
+        )
+        thread.start()
+        assert reader.read() == data
+        thread.join()
 
 
 def test_a_file_that_may_not_grow_holds_what_was_written_until_then(tmp_path: Path) -> None:
