@@ -588,9 +588,15 @@ static PyObject *write_all(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iy*", &fd, &data)) return NULL;
     const char *from = data.buf, *end = from + data.len;
     Py_BEGIN_ALLOW_THREADS
-    while (from < end) {
-        done = write(fd, from, end - from < PIECE ? (size_t)(end - from) : PIECE);
-        if (done >= 0) from += done;
+    /* Calls end at multiples of a piece: the page cache then has large folios, which are read up to twice as fast. */
+    off_t at = lseek(fd, 0, SEEK_CUR);
+    for (size_t n, room = PIECE - (at > 0 ? (size_t)at % PIECE : 0); from < end; room = room ? room : PIECE) {
+        n = (size_t)(end - from);
+        done = write(fd, from, n < room ? n : room);
+        if (done >= 0) {
+            from += done;
+            room -= (size_t)done;
+        }
         else if (errno != EINTR) break;
     }
     Py_END_ALLOW_THREADS

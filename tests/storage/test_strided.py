@@ -10,6 +10,7 @@ import resource
 import threading
 import zlib
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -25,8 +26,6 @@ from ucformat.storage.local import LocalStore
 from ucformat.testing.stores import StoreTests
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from numpy.typing import NDArray
 
     from ucformat.storage.base import Store
@@ -263,6 +262,28 @@ def test_all_of_a_buffer_is_written_to_a_pipe() -> None:
         thread.start()
         assert reader.read() == data
         thread.join()
+
+
+def test_calls_that_write_end_at_multiples_of_their_size(native: bool, tmp_path: Path) -> None:
+    """So that the page cache has large folios."""
+    if not native:
+        pytest.skip("only the compiled function does")
+
+    def calls() -> int:
+        counts = Path("/proc/thread-self/io").read_text(encoding="ascii")
+        return int(counts.split("syscw: ")[1].split()[0])
+
+    data = bytes(1 << 20)
+    with (tmp_path / "f").open("wb", buffering=0) as file:
+        for expected in (4, 4):
+            before = calls()
+            strided.write_all(file.fileno(), data)
+            assert calls() - before == expected
+        strided.write_all(file.fileno(), b"head")
+        before = calls()
+        strided.write_all(file.fileno(), data)
+        assert calls() - before == 5
+    assert (tmp_path / "f").read_bytes() == 2 * data + b"head" + data
 
 
 def test_a_file_that_may_not_grow_holds_what_was_written_until_then(tmp_path: Path) -> None:
