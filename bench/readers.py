@@ -108,7 +108,8 @@ def raw(
 def touched(what: str, advice: int) -> Any:
     """Memory for a slice, aligned to 2 MiB, all of whose pages are there."""
     nbytes, huge = int(np.prod(SHAPES[what])) * 4, 2 << 20
-    memory = mmap.mmap(-1, nbytes + huge)
+    # not shared, which is the default: shared memory has huge pages only if the system is set up so
+    memory = mmap.mmap(-1, nbytes + huge, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % huge
     memory.madvise(advice, begin, nbytes)
     out = np.frombuffer(memory, np.float32, nbytes // 4, begin).reshape(SHAPES[what])
