@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 # Reading into memory: plan, compare with the sizes of the files, execute.
 
 
+_CRC = struct.Struct("<I")  # a checksum that follows its chunk
 _FINGERPRINT_BYTES = 4 << 20  # of a tensor that are read at once for its fingerprint
 
 #: A plan that reads fewer bytes runs without checking the sizes of files first (docs/security.md,
@@ -481,8 +483,9 @@ def _direct_buffers(copy: Copy, nbytes: int, memory: Memory) -> Iterator[memoryv
         run *= shape[outer]
     if block is not None:
         if run == block.nbytes:
-            for k in range(copy.count):
-                yield _strided(memory, copy.dst + k * copy.dst_step, shape, copy.dst_strides)
+            of_each = (copy.dst_step, *copy.dst_strides)
+            chunks = np.ndarray((copy.count, *shape), np.uint8, memory, copy.dst, of_each)
+            yield from (chunk.data for chunk in chunks)
         return
     span = run
     for n, step in zip(reversed(shape[:outer]), reversed(copy.src_strides[:outer]), strict=True):
@@ -567,25 +570,29 @@ def _fill_chunks(store: Store, file: str, chunks: Sequence[_Chunks], fill_next: 
     """Fill the buffers of chunks, and of the gaps between them, with the next bytes of a file, and verify them."""
     buffers: list[memoryview] = []
     crcs: list[int] = []
-    firsts: list[int] = []  # numbers of the buffers
+    # of each run of chunks: the number of its first buffer, and the stored checksums
+    runs: list[tuple[int, memoryview]] = []
     end = chunks[0].starts[0]
     for block, starts, direct, _ in chunks:
         if starts[0] > end:
             buffers.append(memoryview(bytearray(starts[0] - end)))
             crcs.append(0)
-        firsts.append(len(buffers))
-        for at, buffer in zip(starts, direct, strict=True):
-            buffers.append(buffer)
-            crcs.append(_start(file, block, at))
-            if block.crc32c is None:
-                buffers.append(memoryview(bytearray(4)))
-                crcs.append(0)  # the checksum of a stored checksum is not used
+        begun = [_start(file, block, at) for at in starts] if block.placed else [0] * len(starts)
+        stored = memoryview(bytearray(_CRC.size * len(starts) if block.crc32c is None else 0))
+        runs.append((len(buffers), stored))
+        if block.crc32c is None:
+            each = [stored[a : a + _CRC.size] for a in range(0, stored.nbytes, _CRC.size)]
+            buffers += chain.from_iterable(zip(direct, each, strict=True))
+            # the checksum of a stored checksum is not used
+            crcs += chain.from_iterable(zip(begun, repeat(0), strict=False))
+        else:
+            buffers += direct
+            crcs += begun
         end = starts[-1] + block.stored
     fill_next(buffers, crcs)
-    for (block, starts, _, label), first in zip(chunks, firsts, strict=True):
+    for (block, starts, _, label), (first, stored) in zip(chunks, runs, strict=True):
         if block.crc32c is None:
-            stored = buffers[first + 1 : first + 2 * len(starts) : 2]
-            expected: Iterable[int] = (int.from_bytes(four, "little") for four in stored)
+            expected: Iterable[int] = (crc for (crc,) in _CRC.iter_unpack(stored))
             own = crcs[first : first + 2 * len(starts) : 2]
         else:
             expected, own = repeat(block.crc32c), crcs[first : first + len(starts)]

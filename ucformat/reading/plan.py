@@ -565,7 +565,8 @@ def _whole_chunks(
     """Requests for chunks that are read whole and verified; adjacent ones along the grid's last dim are merged."""
     step, dst_step = (outer.src_strides[-1], outer.dst_strides[-1]) if outer.shape else (0, 0)
     adjacent = step == block.stored
-    per_request = max(1, costs.request // block.stored) if adjacent else 1
+    # without their checksums, so that four chunks of 1 MiB are one request of 4 MiB
+    per_request = max(1, costs.request // block.nbytes) if adjacent else 1
     skip = inner.src - block.offset
     *leading, last = outer.shape or (1,)
     for at in product(*map(range, leading)):
