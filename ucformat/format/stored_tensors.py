@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ucformat.geometry.tensor import Key, TensorInfo
 
@@ -44,6 +44,13 @@ class ValueByKey(Mapping[Key, T]):
         if row is None:
             raise KeyError(key)
         return self._make(row)
+
+    def get(self, key: Key, default: Any = None) -> Any:
+        """The value of a tensor; without an error on the way, as for those of which most have none."""
+        if "_all" in self.__dict__:
+            return self._all.get(key, default)
+        row = self._table.row(*key)
+        return default if row is None else self._make(row)
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._keys)

@@ -29,7 +29,10 @@ MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "net")
 
 def dotted(path: Path) -> str:
     """Join a path with dots."""
-    return ".".join(map(str, path))
+    try:
+        return ".".join(path)  # type: ignore[arg-type]
+    except TypeError:  # it has integers
+        return ".".join(map(str, path))
 
 
 def optimizer_roots(paths: Iterable[Path]) -> set[Path]:
@@ -37,7 +40,8 @@ def optimizer_roots(paths: Iterable[Path]) -> set[Path]:
     roots: set[Path] = set()
     for path in paths:
         for i, part in enumerate(path):
-            if part == GROUPS or (isinstance(part, str) and part.startswith(GROUPS + ".")):
+            # most parts begin otherwise
+            if isinstance(part, str) and part.startswith(GROUPS) and part[len(GROUPS) :][:1] in ".":
                 roots.add(path[:i])
                 break
     return roots
@@ -76,13 +80,13 @@ def name_state(
     roots = sorted(optimizers, key=lambda root: (-len(root), dotted(root)))
     states: dict[Path, tuple[Path, str, str]] = {}
     # in a flat state dict the last key is the whole name of a parameter
-    leaves = {str(p[-1]) for p in tensors}
-    for path in tensors:
+    leaves = {str(p[-1]) for p in tensors} if roots else ()
+    for path in tensors if roots else ():
         root = next((r for r in roots if path[: len(r)] == r), None)
         name_and_state = None if root is None else _optimizer_state(path[len(root) :], leaves)
         if root is not None and name_and_state is not None:
             states[path] = (root, *name_and_state)
-    weights = {p: shape for p, shape in tensors.items() if p not in states}
+    weights = {p: shape for p, shape in tensors.items() if p not in states} if states else tensors
     params: dict[Path, dict[str, set[Shape]]] = {root: {} for root in roots}
     for path, (root, name, _) in states.items():
         shapes = params[root].setdefault(name, set())
@@ -92,11 +96,11 @@ def name_state(
         params[root] = params.get(root) or {n: set() for n in names}
     models = _find_owners(weights, {r: p for r, p in params.items() if p}, owners)
     model = _main_model({m for r, m in models.items() if m not in (None, r)}, weights)
-    if model is not None:
-        below = {p: dotted(p[len(model) :] if p[: len(model)] == model else p) for p in weights}
-        if len(set(below.values())) < len(below):
-            model = None
-    out = {p: Key(dotted(_without(p, model)), "weight") for p in weights}
+    names_below = {p: dotted(_without(p, model)) for p in weights}
+    if model is not None and len(set(names_below.values())) < len(names_below):
+        model = None
+        names_below = {p: dotted(p) for p in weights}
+    out = {p: Key(name, "weight") for p, name in names_below.items()}
     prefixes = {r: dotted((*_without(m, model), "")) if (m := models.get(r)) else "" for r in roots}
     users: dict[tuple[str, str], set[Path]] = {}
     for root, name, state in states.values():
@@ -213,6 +217,8 @@ def _find_owners(
     Args:
         weights: the shape of each weight, by path; None if it is not known.
     """
+    if not params:
+        return {}
     mappings: dict[Path, dict[str, Shape | None]] = {}
     for path, shape in weights.items():
         for i in range(len(path)):

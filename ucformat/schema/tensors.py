@@ -401,9 +401,16 @@ class TensorTable(BaseModel):
 
     def row(self, name: str, state: str) -> int | None:
         """The number of the tensor of a name and state; None if there is none."""
-        return next(
-            (row for row in self.rows(name) if self.kinds[self.kind[row]].state == state), None
-        )
+        number = self._numbers.get(name)
+        if number is None:
+            return None
+        rows, numbers = self._order
+        for at in range(bisect_left(numbers, number), len(numbers)):
+            if numbers[at] != number:
+                break
+            if self.kinds[self.kind[rows[at]]].state == state:
+                return rows[at]
+        return None
 
     def shared_folders(self) -> Iterator[tuple[str, int]]:
         """The folders that several arrays have: each as often as it is one's, with the bytes of that array."""

@@ -175,9 +175,12 @@ def collect(
         state,
         [(p, m) for p, m in values_of(state) if isinstance(m, torch.nn.Module)],
     )
-    contents = {
-        p: t for p, value in collected.tensors.items() if (t := _taken_apart(p, value)) is not None
-    }
+    with torch.no_grad():  # in which it is faster to ask for the local tensors of DTensors
+        contents = {
+            p: t
+            for p, value in collected.tensors.items()
+            if (t := _taken_apart(p, value)) is not None
+        }
     optimized = [
         (collected.owners[root], live.params)
         for root, lives in collected.optimizers.items()
@@ -219,9 +222,10 @@ def _taken_apart(path: Path, tensor: Any) -> TakenApart | None:
 
 def replace_wrappers(collected: CollectedState, contents_of: Mapping[Path, TakenApart]) -> None:
     """Put the inner tensors of wrappers in their places; UsageError if two entries of the state have one name then."""
-    tensors, keys = dict(collected.tensors), dict(collected.keys)
-    collected.tensors, collected.keys = {}, {}
-    for path, tensor in tensors.items():
+    tensors, keys = collected.tensors, collected.keys
+    if contents_of:
+        collected.tensors, collected.keys = {}, {}
+    for path, tensor in tensors.items() if contents_of else ():
         if path not in contents_of:
             collected.tensors[path], collected.keys[path] = tensor, keys[path]
             continue
@@ -246,13 +250,14 @@ def inner_key(key: Key, names: tuple[str, ...]) -> Key:
 
 def _check_names(collected: CollectedState) -> None:
     """UsageError if two entries have the same dotted path."""
-    firsts: dict[str, Path] = {}
     records = [
         (*path, *names, RECORD)
         for path, (_, contents) in collected.wrappers.items()
         for names in contents.records
     ]
-    for path in (*collected.tensors, *records, *collected.leaves, *collected.ranks):
+    paths = [*collected.tensors, *records, *collected.leaves, *collected.ranks]
+    firsts: dict[str, Path] = {}
+    for path in paths if len(set(map(dotted, paths))) < len(paths) else ():
         if firsts.setdefault(name := dotted(path), path) is not path:
             raise UsageError(
                 f"two entries of the state are named {name}: {list(firsts[name])} and {list(path)}",
@@ -334,6 +339,9 @@ def _mapping(
     for key, inner in value.items():
         if key not in group_keys:
             below = (*path, IntKey(key) if isinstance(key, int) else key)
+            if isinstance(inner, torch.Tensor | ShardedTensor):
+                collected.tensors[below] = inner
+                continue
             place = _setter(value, key) if isinstance(value, MutableMapping) else NoPlace(below)
             _walk(collected, below, inner, modules, place)
 

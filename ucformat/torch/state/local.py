@@ -92,7 +92,18 @@ class LocalState:
 
 def pieces_in(tensor: torch.Tensor, dims: Sequence[Dim]) -> tuple[Piece, ...]:
     """Return the pieces of a local tensor."""
-    return _pieces_in(tuple(dims), tensor.stride() if tensor.device.type == "cpu" else None)
+    return _pieces_in(tuple(dims), _strides_in(tensor))
+
+
+def _strides_in(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides in elements of pieces of a local tensor; None if they are row-major wherever it is."""
+    return tensor.stride() if tensor.is_cpu else None
+
+
+@lru_cache(maxsize=1 << 12)
+def _whole(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> tuple[Piece, ...]:
+    """The pieces of a tensor that this rank holds whole."""
+    return _pieces_in(tuple(map(Dim.whole, shape)), strides)
 
 
 @lru_cache(maxsize=1 << 12)  # layers repeat: a model has few distinct shapes
@@ -124,8 +135,9 @@ def local_of(name: str, state: str, tensor: torch.Tensor | InnerTensor) -> Local
     if isinstance(tensor, ShardedTensor):
         return _of_sharded(name, state, tensor)
     tensor = plain_values(name, tensor)
-    info = TensorInfo(name, state, dtype_name(tensor.dtype), tuple(tensor.shape))
-    return LocalShard(info, pieces_in(tensor, [Dim.whole(n) for n in tensor.shape]), tensor)
+    shape = tuple(tensor.shape)
+    info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
+    return LocalShard(info, _whole(shape, _strides_in(tensor)), tensor)
 
 
 def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor]) -> dict[str, int]:
@@ -376,9 +388,10 @@ def places_of(collected: CollectedState) -> tuple[GroupPlace, ...]:
 
 def locals_of(collected: CollectedState) -> list[LocalShard]:
     """Return the part of each tensor of a state that this rank holds."""
-    locals_by_path = {
-        path: local_of(*collected.keys[path], t) for path, t in collected.tensors.items()
-    }
+    with torch.no_grad():  # in which it is faster to ask for the local tensors of DTensors
+        locals_by_path = {
+            path: local_of(*collected.keys[path], t) for path, t in collected.tensors.items()
+        }
     for path in locals_by_path.keys() & collected.wrapper_of.keys():
         wrapper = dotted(collected.wrapper_of[path])
         locals_by_path[path] = replace(locals_by_path[path], wrapper=wrapper)

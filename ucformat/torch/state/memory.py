@@ -8,6 +8,7 @@ all functions here pass both, or wait for all streams.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,6 +84,7 @@ def keep_current_device() -> Callable[[], None]:
     return lambda: torch.accelerator.set_device_index(index)
 
 
+@lru_cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a torch dtype."""
     name = str(dtype).removeprefix("torch.")
