@@ -126,10 +126,20 @@ def _strided(
     return at
 
 
-def local_of(name: str, state: str, tensor: torch.Tensor | InnerTensor) -> LocalShard:
-    """Return the part of a tensor that this rank holds: the local shard of a DTensor, all of a plain tensor."""
+#: The pieces of local tensors of DTensors, and their distributions, by what these follow from.
+_Placed = dict[tuple[object, ...], tuple[tuple[Piece, ...], Distribution | None]]
+
+
+def local_of(
+    name: str, state: str, tensor: torch.Tensor | InnerTensor, placed: _Placed | None = None
+) -> LocalShard:
+    """Return the part of a tensor that this rank holds: the local shard of a DTensor, all of a plain tensor.
+
+    Args:
+        placed: what is known from other tensors of the same call, and is added to.
+    """
     if isinstance(tensor, DTensor):
-        return _of_dtensor(name, state, tensor)
+        return _of_dtensor(name, state, tensor, {} if placed is None else placed)
     if isinstance(tensor, InnerTensor):
         return _of_inner(name, state, tensor)
     if isinstance(tensor, ShardedTensor):
@@ -152,15 +162,20 @@ def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor]) -> dict[str, int]:
     return axes
 
 
-def _of_dtensor(name: str, state: str, tensor: DTensor) -> LocalShard:
+def _of_dtensor(name: str, state: str, tensor: DTensor, placed: _Placed) -> LocalShard:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     local = plain_values(name, local_of_dtensor(tensor))
     info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
-    if coordinate_of(mesh) is None:
-        return LocalShard(info, (), local)
-    dims, cuts = _dims_of(f"{name} ({state})", tensor, tuple(local.shape))
-    distribution = None if cuts is None else Distribution(_rank_mesh(mesh), cuts)
-    return LocalShard(info, pieces_in(local, dims), local, distribution)
+    key = (id(mesh), shape, tensor.placements, tuple(local.shape), _strides_in(local))
+    if (known := placed.get(key)) is None:
+        if coordinate_of(mesh) is None:
+            known = (), None
+        else:
+            dims, cuts = _dims_of(f"{name} ({state})", tensor, tuple(local.shape))
+            distribution = None if cuts is None else Distribution(_rank_mesh(mesh), cuts)
+            known = pieces_in(local, dims), distribution
+        placed[key] = known
+    return LocalShard(info, known[0], local, known[1])
 
 
 def _dims_of(label: str, tensor: DTensor, local: tuple[int, ...]) -> _DimsAndCuts:
@@ -389,8 +404,10 @@ def places_of(collected: CollectedState) -> tuple[GroupPlace, ...]:
 def locals_of(collected: CollectedState) -> list[LocalShard]:
     """Return the part of each tensor of a state that this rank holds."""
     with torch.no_grad():  # in which it is faster to ask for the local tensors of DTensors
+        placed: _Placed = {}
         locals_by_path = {
-            path: local_of(*collected.keys[path], t) for path, t in collected.tensors.items()
+            path: local_of(*collected.keys[path], t, placed)
+            for path, t in collected.tensors.items()
         }
     for path in locals_by_path.keys() & collected.wrapper_of.keys():
         wrapper = dotted(collected.wrapper_of[path])
