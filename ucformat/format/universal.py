@@ -131,7 +131,11 @@ class Universal:
         self.docs: Mapping[Key, TensorDoc] = ValueByKey(table, table.__getitem__)
         groups = LazyMapping(lambda: {name: i for i, g in enumerate(m.groups) for name in g.params})
         paths = LazyMapping(
-            lambda: {Key(d.name, d.state): tuple(map(path_from_json, d.at)) for d in table if d.at}
+            lambda: {
+                key: tuple(map(path_from_json, at))
+                for row, key in enumerate(self.docs)
+                if (at := table.at_of(row))
+            }
         )
         unreadable = {
             Key(d.name, d.state): reason

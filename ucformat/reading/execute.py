@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from ucformat.geometry.fingerprint import fingerprint_of, text_of, total
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.plan import ReadItem, make_plan
+from ucformat.reading.plan import AlikeCopies, ReadItem, make_plan
 from ucformat.storage.base import read_ranges, stored_key
 from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.concurrency import map_io
@@ -530,6 +530,10 @@ def _fill_in_place(
     labels: Sequence[str],
 ) -> bool:
     """Fill the destinations of a request's bytes with them if their order allows, and verify chunks; False if not."""
+    if isinstance(r.copies, AlikeCopies) and _fill_alike(
+        store, r, r.copies, fill_next, memories, labels
+    ):
+        return True
     if not r.is_checked:
         copy = r.copies[0]
         direct = (
@@ -554,6 +558,42 @@ def _fill_in_place(
         chunks.append(_Chunks(block, starts, direct, labels[copy.buffer]))
         end = starts[-1] + block.stored
     _fill_chunks(store, r.file, chunks, fill_next)
+    return True
+
+
+def _fill_alike(
+    store: Store,
+    r: Request,
+    copies: AlikeCopies,
+    fill_next: Fill,
+    memories: Sequence[Memory],
+    labels: Sequence[str],
+) -> bool:
+    """As `_fill_in_place`, where each of many tensors has a run of bytes."""
+    first = copies.first
+    if len(first.shape) > 1 or first.src:
+        return False
+    (nbytes,), block, begin = first.shape, first.block, first.dst
+    ends = (*copies.further[1:], r.nbytes)
+    gaps = [end - at - nbytes for at, end in zip(copies.further, ends, strict=True)]
+    between = memoryview(bytearray(sum(gaps)))  # not shared: observers see these bytes, too
+    starts = list(accumulate(gaps, initial=0))
+    buffers: list[memoryview] = []
+    for number, start, gap in zip(copies.buffers, starts, gaps, strict=False):
+        buffers += (memories[number].data[begin : begin + nbytes], between[start : start + gap])
+    if block is None:
+        fill_next(buffers, None)
+        return True
+    offsets = [block.offset + at for at in copies.further]
+    # what is between blocks begins with the checksum of the one before
+    crcs = [crc for at in offsets for crc in (_start(r.file, block, at), 0)]
+    fill_next(buffers, crcs)
+    stored = np.frombuffer(between, np.uint8)[np.add.outer(starts[:-1], range(4))]
+    expected = stored.view("<u4").reshape(-1).tolist()
+    wrong = (n for n, crc in enumerate(expected) if crc != crcs[2 * n])
+    if (n := next(wrong, None)) is not None:
+        check = offsets[n], crcs[2 * n], expected[n]
+        _check(store, r.file, block, [check], labels[copies.buffers[n]])
     return True
 
 

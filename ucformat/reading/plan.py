@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 from ucformat.errors import CoverageError, Inconsistent, IntegrityError, MissingData, check_choice
 from ucformat.geometry.box import row_major
@@ -19,7 +20,7 @@ from ucformat.storage.concurrency import gc_paused, map_io
 from ucformat.storage.wrappers import gaps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Piece
@@ -231,6 +232,41 @@ _REMEMBERED = 64  # boxes at most, of which a proof that they cover a piece is r
 _SMALL_GAP = 16  # bytes of gaps that never justify another request: checksums, alignment
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AlikeCopies(Sequence[Copy]):
+    """The copies of tensors that lie alike, each to the same place of a buffer of its own; made when asked for.
+
+    Attributes:
+        first: the first of them.
+        further: how many bytes further in the file each of them lies, ascending from 0.
+        buffers: the buffer of each.
+    """
+
+    first: Copy
+    further: list[int]
+    buffers: list[int]
+
+    def __len__(self) -> int:
+        return len(self.buffers)
+
+    @overload
+    def __getitem__(self, index: int) -> Copy: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Copy]: ...
+    def __getitem__(self, index: int | slice) -> Copy | Sequence[Copy]:
+        if isinstance(index, slice):
+            return [self[n] for n in range(len(self))[index]]
+        further = self.further[index]
+        return _moved_copy(self.first, self.first.src + further, further, self.buffers[index])
+
+
+def _moved_copy(c: Copy, src: int, by: int, buffer: int) -> Copy:
+    """The same copy from another place, with its block so many bytes further in the file, to another buffer."""
+    block = c.block and Block(c.block.offset + by, c.block.nbytes, c.block.crc32c, c.block.placed)
+    where = (c.shape, src, c.src_strides, c.dst, c.dst_strides, buffer, block)
+    return Copy(*where, c.count, c.src_step, c.dst_step)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One range of bytes of a file, and the copies of it to buffers.
@@ -243,7 +279,7 @@ class Request:
     file: str
     offset: int
     nbytes: int
-    copies: tuple[Copy, ...]
+    copies: Sequence[Copy]
     count: int = 1
     step: int = 0
     others: Sequence[str] = ()
@@ -393,7 +429,8 @@ def make_plan(
         requests += item_requests
         unverified += exposed
         besides += extra
-        needed += sum(p.box.size for _, p in item.pieces) * item.info.itemsize
+        needed += sum([p.box.size for _, p in item.pieces]) * item.info.itemsize
+    requests += planner.alike()
     requests, repeated = _once(requests)
     # those that stand for the same files next to each other, since `_join` joins only neighbours
     requests.sort(key=lambda r: (r.file, len(r.others), r.offset))
@@ -402,15 +439,35 @@ def make_plan(
 
 def _located(item: ReadItem) -> tuple[ReadItem, list[Extent | Tiles | FileRun]]:
     """An item, and its extents without further replicas of a box, if any of its pieces has elements."""
-    first: dict[object, Extent | Tiles | FileRun] = {}
-    for e in item.extents if any(p.box.size for _, p in item.pieces) else ():
-        first.setdefault(e.box, e)
-    return item, list(first.values())
+    extents = [*item.extents] if any(p.box.size for _, p in item.pieces) else []
+    if len(extents) > 1:
+        first: dict[object, Extent | Tiles | FileRun] = {}
+        for e in extents:
+            first.setdefault(e.box, e)
+        extents = list(first.values())
+    return item, extents
 
 
 #: The requests for a piece and an extent, the bytes that are not verified, and those that are read
 #: only to verify checksums.
 _Planned = tuple[list[Request], int, int]
+
+
+@dataclass(slots=True)
+class _Alike:
+    """The one request for a piece of which one extent has all, and where that of each piece that lies alike is.
+
+    Attributes:
+        same: objects that are those of all of these pieces, kept since they are told by their ids.
+        planned: the request for the first, and the bytes, as in `_Planned`.
+        offset: of the extent of the first in its file.
+        places: of each, the file, the bytes from the place of the first, and the buffer.
+    """
+
+    same: tuple[object, ...]
+    planned: _Planned
+    offset: int
+    places: list[tuple[str, int, int]]
 
 
 class _Planner:
@@ -420,6 +477,24 @@ class _Planner:
         self._verify, self._costs = verify, costs
         # with the file offset of the tiles
         self._planned: dict[tuple[object, ...], tuple[int, _Planned]] = {}
+        self._alike: dict[tuple[object, ...], _Alike] = {}
+
+    def alike(self) -> Iterator[Request]:
+        """The requests for pieces that lie alike: small ones that are neighbours in a file are read together."""
+        for alike in self._alike.values():
+            (first,), *_ = alike.planned
+            span, ends = first.nbytes, self._costs.join - first.nbytes
+            group: list[tuple[str, int, int]] = []
+            for place in sorted(alike.places):
+                file, by, _ = place
+                if group:
+                    gap = by - group[-1][1] - span
+                    near = file == group[0][0] and gap >= 0 and by - group[0][1] <= ends
+                    if not (near and merges(gap, span, self._costs)):
+                        yield _of_alike(first, group)
+                        group = []
+                group.append(place)
+            yield _of_alike(first, group)
 
     def read_tensor(self, item: ReadItem, extents: Sequence[Extent | Tiles | FileRun]) -> _Planned:
         """The requests for a tensor, and the bytes."""
@@ -428,6 +503,16 @@ class _Planner:
         for buffer, piece in item.pieces:
             if not piece.box.size:
                 continue
+            key: tuple[object, ...] = ()
+            if len(extents) == 1 and isinstance(only := extents[0], Tiles):
+                # by their ids, since equal ones are mostly the same; and an encoded file is read otherwise
+                same = (piece, only.box, only.chunk, only.steps)
+                key = (*map(id, same), item.info.itemsize, ENCODED in only.file)
+                if (alike := self._alike.get(key)) is not None:
+                    alike.places.append((only.file, only.offset - alike.offset, buffer))
+                    unverified += alike.planned[1]
+                    besides += alike.planned[2]
+                    continue
             overlapping = [(e, common) for e in extents if (common := e.box.intersect(piece.box))]
             _check_coverage(item.info, piece, [(e.file, common) for e, common in overlapping])
             for extent, common in overlapping:
@@ -441,12 +526,15 @@ class _Planner:
                         ),
                     )
                 if not isinstance(extent, FileRun):
-                    extent_requests, exposed, extra = self._read_extent(
-                        buffer, piece, extent, common, item.info.itemsize
-                    )
-                    requests += extent_requests
+                    planned = self._read_extent(buffer, piece, extent, common, item.info.itemsize)
+                    extent_requests, exposed, extra = planned
                     unverified += exposed
                     besides += extra
+                    if key and self._may_be_alike(planned):
+                        place = (extent.file, 0, buffer)
+                        self._alike[key] = _Alike(same, planned, extent.offset, [place])
+                    else:
+                        requests += extent_requests
                     continue
                 step = (
                     piece.strides[extent.dim]
@@ -467,6 +555,15 @@ class _Planner:
                     unverified += exposed * (1 + len(others))
                     besides += extra * (1 + len(others))
         return requests, unverified, besides
+
+    def _may_be_alike(self, planned: _Planned) -> bool:
+        """Whether there is one request of one range, small enough to be joined, that no other piece has a part of."""
+        requests, _, besides = planned
+        if len(requests) != 1 or 2 * requests[0].nbytes > self._costs.join:
+            return False
+        (r,) = requests
+        whole = r.copies[0].block is None or besides == r.nbytes - r.copies[0].nbytes
+        return len(r.copies) == r.count == r.copies[0].count == 1 and whole
 
     def _read_extent(
         self, buffer: int, piece: Piece, extent: Extent | Tiles, common: Box, itemsize: int
@@ -502,16 +599,20 @@ class _Planner:
         return requests, unverified, besides
 
 
+def _of_alike(first: Request, places: Sequence[tuple[str, int, int]]) -> Request:
+    """The request for neighbours in a file that lie like what a request is for."""
+    file, begin, buffer = places[0]
+    moved = _moved(first, file, begin, buffer)
+    if len(places) == 1:
+        return moved
+    further = [by - begin for _, by, _ in places]
+    copies = AlikeCopies(moved.copies[0], further, [buffer for *_, buffer in places])
+    return Request(file, moved.offset, further[-1] + moved.nbytes, copies)
+
+
 def _moved(r: Request, file: str, by: int, buffer: int) -> Request:
     """The same request elsewhere in a file, for another buffer."""
-    moved = tuple(
-        Copy(
-            *(c.shape, c.src, c.src_strides, c.dst, c.dst_strides, buffer),
-            c.block and Block(c.block.offset + by, c.block.nbytes, c.block.crc32c, c.block.placed),
-            *(c.count, c.src_step, c.dst_step),
-        )
-        for c in r.copies
-    )
+    moved = tuple([_moved_copy(c, c.src, by, buffer) for c in r.copies])
     return Request(file, r.offset + by, r.nbytes, moved, r.count, r.step)
 
 
@@ -648,7 +749,7 @@ def _once(requests: list[Request]) -> tuple[list[Request], int]:
             # the first one verifies the chunk for all
             unchecked = tuple(replace(c, block=None) for c in r.copies)
             out[r.file, r.offset, r.nbytes] = Request(
-                r.file, r.offset, r.nbytes, first.copies + unchecked
+                r.file, r.offset, r.nbytes, (*first.copies, *unchecked)
             )
     return list(out.values()), repeated
 
@@ -663,6 +764,7 @@ def _join(requests: list[Request], costs: Costs) -> Iterator[Request]:
             joined = r.offset + r.nbytes - group[0].offset
             near = 0 <= gap <= costs.gap and gaps + gap <= max(_SMALL_GAP, joined // 100)
             single = r.count == group[-1].count == 1
+            single = single and type(r.copies) is type(group[-1].copies) is tuple
             if (
                 (r.file, r.others) == (group[0].file, group[0].others)
                 and single

@@ -63,6 +63,8 @@ def path_from_json(parts: Sequence[str | int]) -> StatePath:
 
 
 def _key(text: str) -> str | int:
+    if not text.startswith("$"):
+        return text
     number = text.removeprefix("$int:")
     return (
         IntKey(number) if number != text and _INTEGER.fullmatch(number) else text.removeprefix("$")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
 
 GROUPS = "param_groups"
+_FLAT_GROUPS = f"{GROUPS}."
 _STATE = "state"
 #: Keys that programs use for the model: these decide if nothing else identifies it among several.
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "net")
@@ -40,8 +41,7 @@ def optimizer_roots(paths: Iterable[Path]) -> set[Path]:
     roots: set[Path] = set()
     for path in paths:
         for i, part in enumerate(path):
-            # most parts begin otherwise
-            if isinstance(part, str) and part.startswith(GROUPS) and part[len(GROUPS) :][:1] in ".":
+            if isinstance(part, str) and (part == GROUPS or part.startswith(_FLAT_GROUPS)):
                 roots.add(path[:i])
                 break
     return roots

@@ -365,6 +365,11 @@ class TensorTable(BaseModel):
             )
         ]
 
+    @cached_property
+    def states(self) -> frozenset[str]:
+        """The states in which tensors are stored."""
+        return frozenset(kind.state for kind in self.kinds)
+
     @property
     def is_encoded(self) -> bool:
         """Whether a kind of tensors has a codec."""
@@ -402,7 +407,7 @@ class TensorTable(BaseModel):
     def row(self, name: str, state: str) -> int | None:
         """The number of the tensor of a name and state; None if there is none."""
         number = self._numbers.get(name)
-        if number is None:
+        if number is None or state not in self.states:
             return None
         rows, numbers = self._order
         for at in range(bisect_left(numbers, number), len(numbers)):

@@ -76,8 +76,11 @@ def map_io(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
     wall, busy, waits = time.perf_counter(), time.thread_time(), _waits()
     for item in remaining:
         out.append(call(item))
-        waited = time.perf_counter() - wall - (time.thread_time() - busy)
-        if waited > _MIN_WAIT * len(out) and _waits() - waits >= len(out):
+        spent, least = time.perf_counter() - wall, _MIN_WAIT * len(out)
+        # the processor time is asked for, by a system call, only where calls take so long
+        if spent < least or spent - (time.thread_time() - busy) < least:
+            continue
+        if _waits() - waits >= len(out):
             break
     rest = list(remaining)
     if rest:

@@ -354,9 +354,13 @@ class Group:
         """Return this channel for another call."""
         return Group(self.links, self._place, call, self._number, self._channels)
 
-    def on_host(self) -> Group:
-        """Return this channel for collectives of the ranks of this host alone, which keep their numbers."""
-        place = self._place.on_host()
+    def on_host(self, *, alone: bool = False) -> Group:
+        """Return this channel for collectives of the ranks of this host alone, which keep their numbers.
+
+        Args:
+            alone: of this rank alone, where ranks have nothing in common.
+        """
+        place = (self._place._replace(host=(0, 0)) if alone else self._place).on_host()
         return Group(self.links, place, self.call, self._number, self._channels)
 
     def channel(self, call: str, name: str) -> Group:

@@ -103,9 +103,9 @@ def align(
 
 
 def _check_lazy(collected: CollectedState) -> None:
-    """Check that no tensor is a lazy view; that each has memory of its own, `collect` and `locals_of` check."""
+    """Check that no tensor is a lazy view; that each has memory of its own, `collect` checks."""
     # a subclass may answer for its memory
-    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001
         for path, tensor in collected.tensors.items():
             if isinstance(tensor, ShardedTensor):
                 continue

@@ -128,7 +128,7 @@ def certify(
     check_keywords("certify", arguments, CertifyArguments)
     timeout = arguments.get("timeout", TIMEOUT)
     with group_for_call("certify", ref, arguments.get("group"), timeout) as ranks:
-        ck = open_together(ref, ranks)
+        ck = open_together(ref, ranks, more=True)
         return certify_state(state, ck, ranks, LoadOptions.of("report", cast("Any", arguments)))
 
 

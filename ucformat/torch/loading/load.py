@@ -149,7 +149,7 @@ def load(
     check_keywords("load", arguments, LoadArguments)
     timeout = arguments.get("timeout", TIMEOUT)
     with group_for_call("load", url, arguments.get("group"), timeout) as ranks:
-        ck = open_together(url, ranks)
+        ck = open_together(url, ranks, more=True)
         with ranks.sharing_errors():
             options = LoadOptions.of(strict, arguments)
         report = load_state(state, ck, ranks, options)
@@ -261,6 +261,7 @@ def load_local(
         targets.layout,
         stateful,
         None if entries is None else tuple(entries),
+        shares=options.broadcast_group is not None or ck.store.costs.parallel is not None,
     )
     joined: _RankReport = ranks.combine(own_report, _join, _RankReport)
     lacking_keys = list(compress(ck.tensors, joined.tensors.unexpected(len(ck.tensors))))
@@ -285,7 +286,7 @@ def load_local(
     broadcast_group = options.broadcast_group
     try:
         share = (
-            ranks.on_host()
+            ranks.on_host(alone=not joined.shares)
             if broadcast_group is None
             else group_of(broadcast_group, ranks.timeout, f"share {ck.url}")
         )
@@ -320,7 +321,10 @@ def load_local(
 
 @message
 class _RankReport:
-    """The mismatches of ranks from `rank` on, the layout, whether optimizer state is loaded, and what is asked for."""
+    """The mismatches of ranks from `rank` on, the layout, whether optimizer state is loaded, and what is asked for.
+
+    `shares` says whether a rank may read what others want, too.
+    """
 
     rank: int
     problems: Problems
@@ -328,6 +332,7 @@ class _RankReport:
     layout: Mapping[str, Any]
     stateful: bool
     entries: tuple[str, ...] | None
+    shares: bool
 
 
 def _join(a: _RankReport, b: _RankReport) -> _RankReport:
@@ -348,6 +353,7 @@ def _join(a: _RankReport, b: _RankReport) -> _RankReport:
         None
         if a.entries is None or b.entries is None
         else tuple(dict.fromkeys((*a.entries, *b.entries))),
+        a.shares or b.shares,
     )
 
 

@@ -320,19 +320,14 @@ def match(
     missing, shapes, dtypes, others = [], [], [], []
     dropped: dict[str, None] = {}
     meant: set[Key] = set()
+    tensors = ck.tensors
     aliases_of: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         aliases_of.setdefault(name, []).append(alias)
     for target in targets:
         info = target.info
         known_as = (info.name, *aliases_of.get(info.name, ()))
-        if as_lazy:
-            candidates: Iterator[TensorInfo | None] = (
-                i for n in known_as if n in names for i in parameter_of(names[n], ck)
-            )
-        else:
-            candidates = (_stored(n, info, ck, names) for n in known_as)
-        stored = next((s for s in candidates if s is not None), None)
+        stored = _find(known_as, None if as_lazy else info, tensors, names)
         if stored is None:
             missing.append(str(info.key))
             unread = [
@@ -347,9 +342,10 @@ def match(
             ]
             dropped |= dict.fromkeys(key.state for key in unread if key.state in ck.dropped)
             continue
-        meant |= (
-            {Key(stored.name, s) for s in PARAMETER} if info.state in PARAMETER else {stored.key}
-        )
+        if info.state in PARAMETER:
+            meant.update([Key(stored.name, s) for s in PARAMETER])
+        else:
+            meant.add(stored.key)
         if stored.shape != info.shape:
             shapes.append(
                 f"{info.key} is {list(info.shape)}, in the checkpoint {list(stored.shape)}"
@@ -380,8 +376,9 @@ def match(
         if stored_alias is not None:
             meant |= {Key(stored_alias, s) for s in PARAMETER}
     shared = overlaps([m.target for m in matched], [m.stored for m in matched], ck)
-    others += shared.values()
-    matched = [m for n, m in enumerate(matched) if not any(n in pair for pair in shared)]
+    if shared:
+        others += shared.values()
+        matched = [m for n, m in enumerate(matched) if not any(n in pair for pair in shared)]
     problems = Problems(tuple(missing), (), tuple(shapes), tuple(dtypes), tuple(others))
     return matched, problems | dropped_problems(ck, dropped), meant
 
@@ -430,24 +427,43 @@ def _whole_wrappers(matched: list[Matched], targets: Sequence[LocalShard]) -> li
 
 def parameter_of(name: str, ck: Checkpoint) -> list[TensorInfo]:
     """Return the stored weight and master of a parameter, if any; `ck[name]` reads the first."""
-    return [i for s in PARAMETER if (i := ck.tensors.get(Key(name, s))) is not None]
+    return _parameter_in(ck.tensors, name)
 
 
-def _stored(
-    known_as: str, info: TensorInfo, ck: Checkpoint, names: Mapping[str, str]
+def _parameter_in(tensors: Mapping[Key, TensorInfo], name: str) -> list[TensorInfo]:
+    return [i for s in PARAMETER if (i := tensors.get(Key(name, s))) is not None]
+
+
+def _find(
+    known_as: Iterable[str],
+    info: TensorInfo | None,
+    tensors: Mapping[Key, TensorInfo],
+    names: Mapping[str, str],
 ) -> TensorInfo | None:
-    """The stored tensor from which one of the state is read, under one of its names."""
-    name = names.get(known_as)
-    if name is None:
-        return None
-    if info.state not in PARAMETER:
-        return ck.tensors.get(Key(name, info.state))
-    parameters = parameter_of(name, ck)
-    if info.dtype == "float32" or info.state == "master":
-        parameters.reverse()
-    return next(
-        (i for i in parameters if i.dtype == info.dtype), parameters[0] if parameters else None
-    )
+    """The stored tensor from which one of the state is read, under the first of its names that has one.
+
+    Args:
+        info: the tensor of the state (None: the one that is read by name alone).
+    """
+    for name in known_as:
+        if (stored_name := names.get(name)) is None:
+            continue
+        if info is not None and info.state not in PARAMETER:
+            stored = tensors.get(Key(stored_name, info.state))
+        elif parameters := _parameter_in(tensors, stored_name):
+            stored = parameters[0] if info is None else _fitting(parameters, info)
+        else:
+            continue
+        if stored is not None:
+            return stored
+    return None
+
+
+def _fitting(parameters: Sequence[TensorInfo], info: TensorInfo) -> TensorInfo:
+    """The one of a weight and its master from which a parameter of the state is read."""
+    last = info.dtype == "float32" or info.state == "master"
+    ordered = parameters[::-1] if last else parameters
+    return next((i for i in ordered if i.dtype == info.dtype), ordered[0])
 
 
 def _equal(ck: Checkpoint, a: str, b: str, boxes: Sequence[Box]) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from ucformat.torch.state.memory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
     from ucformat.checkpoint import Checkpoint
@@ -76,9 +77,11 @@ def read_checked(
     options: ReadOptions = _DEFAULTS,
 ) -> ReadAmount:
     """Fill targets that `check_targets` has checked, or parts of them, after their devices were waited for."""
-    direct = [m for m in matched if _is_direct(m)]
+    direct: list[Matched] = []
+    staged: list[Matched] = []
+    for m in matched:
+        (direct if _is_direct(m) else staged).append(m)
     done = _read_straight(ck, direct, options)
-    staged = [m for m in matched if not _is_direct(m)]
     devices = devices_of(m.target.tensor for m in staged)
 
     def copy(part: Matched, stored: torch.Tensor) -> None:
@@ -104,7 +107,7 @@ def check_targets(matched: Sequence[Matched]) -> None:
 
 
 def _is_direct(m: Matched) -> bool:
-    return m.target.tensor.device.type == "cpu" and m.stored.dtype == m.target.info.dtype
+    return m.target.tensor.is_cpu and m.stored.dtype == m.target.info.dtype
 
 
 def _read_straight(ck: Checkpoint, matched: Sequence[Matched], options: ReadOptions) -> ReadAmount:
@@ -116,9 +119,28 @@ def _read_straight(ck: Checkpoint, matched: Sequence[Matched], options: ReadOpti
             if m.target.pieces
         ]
         memories = [host_memory(m.target.tensor) for m in matched]
-        labels = [str(m.target.key) for m in matched]
+        labels = _Labels(matched)
     plan = read_items(ck.store, items, memories, labels, options)
     return ReadAmount(plan.bytes_read, plan.bytes_unverified)
+
+
+class _Labels(Sequence[str]):
+    """What errors call targets."""
+
+    def __init__(self, matched: Sequence[Matched]) -> None:
+        self._matched = matched
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        if isinstance(index, slice):
+            return _Labels(self._matched[index])
+        return str(self._matched[index].target.key)
+
+    def __len__(self) -> int:
+        return len(self._matched)
 
 
 def read_staged(

@@ -176,7 +176,11 @@ class _Opened:
 
 
 def open_together(
-    place: str | PathLike[str] | Checkpoint, ranks: Group, known: Collection[str] = ()
+    place: str | PathLike[str] | Checkpoint,
+    ranks: Group,
+    known: Collection[str] = (),
+    *,
+    more: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint on all ranks, which call this together.
 
@@ -187,6 +191,8 @@ def open_together(
 
     Args:
         known: the ids of bases of which nothing will be read.
+        more: the caller goes on with a collective, by which ranks learn that another one has
+            failed (False: they learn it here).
     """
     place_name = None if isinstance(place, Checkpoint) else path_text(place)
     if isinstance(place, PathLike) and not Path(place).is_absolute():
@@ -204,7 +210,7 @@ def open_together(
     if ranks.size == 1:
         return place if isinstance(place, Checkpoint) else open_reference(place)
     opened: _Opened | None = ranks.combine(place_name, _if_equal, str | None, read, _Opened | None)
-    failure = None
+    failure: Exception | None = None
     try:
         if opened is None:
             checkpoint = place if isinstance(place, Checkpoint) else open_reference(place)
@@ -212,7 +218,8 @@ def open_together(
             checkpoint, _ = _open(opened.place, dict(opened.answers), known)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = error
-    ranks.combine(failure)
+    if failure is not None or not more:
+        ranks.combine(failure)
     assert checkpoint is not None  # noqa: S101 - no rank failed
     return checkpoint
 

@@ -40,7 +40,9 @@ def span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
 
 def host_memory(tensor: torch.Tensor) -> Memory:
     """Return all bytes that a tensor on the host spans, from its first element, without a copy."""
-    nbytes = span(tensor.shape, tensor.stride(), tensor.element_size())
+    nbytes: int = tensor.nbytes
+    if not tensor.is_contiguous():
+        nbytes = span(tensor.shape, tensor.stride(), tensor.element_size())
     if not nbytes:
         return np.empty(0, np.uint8)
     raw = (ctypes.c_uint8 * nbytes).from_address(tensor.data_ptr())

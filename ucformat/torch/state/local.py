@@ -136,15 +136,16 @@ def local_of(
     """Return the part of a tensor that this rank holds: the local shard of a DTensor, all of a plain tensor.
 
     Args:
-        placed: what is known from other tensors of the same call, and is added to.
+        placed: of a state, whose tensors `collect` has checked, what is known from others; it is
+            added to.
     """
     if isinstance(tensor, DTensor):
-        return _of_dtensor(name, state, tensor, {} if placed is None else placed)
+        return _of_dtensor(name, state, tensor, placed)
     if isinstance(tensor, InnerTensor):
         return _of_inner(name, state, tensor)
     if isinstance(tensor, ShardedTensor):
         return _of_sharded(name, state, tensor)
-    tensor = plain_values(name, tensor)
+    tensor = plain_values(name, tensor, checked=placed is not None)
     shape = tuple(tensor.shape)
     info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
     return LocalShard(info, _whole(shape, _strides_in(tensor)), tensor)
@@ -162,9 +163,10 @@ def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor]) -> dict[str, int]:
     return axes
 
 
-def _of_dtensor(name: str, state: str, tensor: DTensor, placed: _Placed) -> LocalShard:
+def _of_dtensor(name: str, state: str, tensor: DTensor, placed: _Placed | None) -> LocalShard:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    local = plain_values(name, local_of_dtensor(tensor))
+    local = plain_values(name, local_of_dtensor(tensor), checked=placed is not None)
+    placed = {} if placed is None else placed
     info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
     key = (id(mesh), shape, tensor.placements, tuple(local.shape), _strides_in(local))
     if (known := placed.get(key)) is None:

@@ -106,7 +106,7 @@ def _is_usual(tensor: torch.Tensor) -> bool:
         return True
     dense = tensor.is_contiguous()
     end = (tensor.storage_offset() + size) * tensor.itemsize if dense else _end(tensor)
-    return tensor.untyped_storage().nbytes() >= end
+    return bool(tensor.untyped_storage().nbytes() >= end)
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -170,15 +170,23 @@ def check_memory(label: str, tensor: torch.Tensor) -> None:
 def own_memory(label: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without autograd and subclass, in its memory; lazy conjugates and negatives stay lazy."""
     check_memory(label, tensor)
+    return _detached(tensor)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is torch.Tensor and not tensor.requires_grad:
         return tensor
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():  # noqa: SLF001
         return torch.Tensor.detach(tensor)
 
 
-def plain_values(label: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without autograd and subclass, whose memory has its values: of a lazy one a copy."""
-    plain = own_memory(label, tensor)
+def plain_values(label: str, tensor: torch.Tensor, *, checked: bool = False) -> torch.Tensor:
+    """Return a tensor without autograd and subclass, whose memory has its values: of a lazy one a copy.
+
+    Args:
+        checked: `check_memory` has accepted it.
+    """
+    plain = _detached(tensor) if checked else own_memory(label, tensor)
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
 
@@ -218,7 +226,9 @@ def take_apart(label: str, tensor: torch.Tensor) -> TakenApart | None:
     outer = tensor if isinstance(tensor, DTensor) else None
     local = memory_of(tensor)
     if isinstance(local, AsyncCollectiveTensor):
-        return TakenApart({(): local.wait()}, {})
+        waited = local.wait()
+        check_memory(label, waited)
+        return TakenApart({(): waited}, {})
     if not _is_wrapper(local):
         check_memory(label, local)
         return None
