@@ -324,3 +324,74 @@ def test_cuts_of_the_first_dim_read_only_what_they_need(shape: tuple[int, ...], 
         box = Box((begin, *[0] * (len(shape) - 1)), (min(step, shape[0] - begin), *shape[1:]))
         plan = make_plan([ReadItem(info, tiles, [(0, Piece(box, 0, row_major(box.shape)))])])
         assert plan.bytes_read / plan.bytes_needed <= 1.02
+
+
+class TestAlike:
+    """Tensors that lie alike in a file, each in one tile, share the objects by which planning tells that."""
+
+    BOX, CHUNK, STEPS = Box((0,), (6,)), (6,), (28,)
+
+    def items(self, store: MemoryStore, gaps: list[int]) -> tuple[list[ReadItem], list[np.ndarray]]:
+        """Write a tensor after each gap, and a piece for each; the first and the last in files of their own."""
+        data, items, tensors = bytearray(), [], []
+        piece = Piece(self.BOX, 2, (1,))
+        for n, gap in enumerate(gaps):
+            values = np.arange(6, dtype="<f4") + 10 * n
+            data += bytes(gap)
+            tiles = Tiles(self.BOX, "many", len(data), self.CHUNK, 4, self.STEPS)
+            seed = reading.place_checksum("many", len(data))
+            data += values.tobytes() + crc32c(values.tobytes(), seed).to_bytes(4, "little")
+            items.append(ReadItem(TensorInfo(f"t{n}", "", "float32", (6,)), [tiles], [(n, piece)]))
+            tensors.append(values)
+        put(store, "many", bytes(data))
+        return items, tensors
+
+    @pytest.mark.parametrize("verify", VERIFY)
+    @given(gaps=st.lists(st.sampled_from([0, 4, 36, 5000]), min_size=1, max_size=12), costs=COSTS)
+    @settings(max_examples=40, deadline=None)
+    def test_each_is_filled_and_neighbours_are_one_request(
+        self, verify: Verify, gaps: list[int], costs: Costs
+    ) -> None:
+        store = RecordingStore(inner := MemoryStore("alike"))
+        items, tensors = self.items(inner, gaps)
+        order = np.random.default_rng(len(gaps)).permutation(len(items))
+        plan = make_plan([items[n] for n in order], verify, costs)
+        memories = [np.full(40, 255, np.uint8) for _ in items]
+        execute(plan, store, memories, [f"t{n}" for n in range(len(items))], threads=1)
+        for memory, tensor in zip(memories, tensors, strict=True):
+            assert memory[8:32].tobytes() == tensor.tobytes()
+            assert set(memory[:8].tolist()) | set(memory[32:].tolist()) == {255}
+        assert plan.bytes_needed == 24 * len(gaps)
+        assert plan.bytes_unverified == (24 * len(gaps) if verify == "never" else 0)
+        assert plan.bytes_besides == (0 if verify == "never" else 4 * len(gaps))
+        assert plan.bytes_read == store.nbytes
+        if costs == Costs():
+            assert plan.ranges == 1 + gaps[1:].count(5000)
+
+    @pytest.mark.parametrize("number", [0, 3, 7])
+    def test_a_damaged_one_is_named(self, number: int) -> None:
+        store = MemoryStore("alike")
+        items, _ = self.items(store, [36] * 8)
+        damaged = bytearray(store.read("many"))
+        damaged[64 * number + 36 + 5] ^= 1
+        store.delete("many")
+        put(store, "many", bytes(damaged))
+        memories = [np.empty(40, np.uint8) for _ in items]
+        with pytest.raises(
+            ChecksumError, match=rf"^t{number}: the chunk at bytes {64 * number + 36}:"
+        ):
+            execute(make_plan(items), store, memories, [f"t{n}" for n in range(8)])
+        execute(make_plan(items, "never"), store, memories, [""] * 8)
+
+    def test_strided_pieces_and_parts_of_tiles(self) -> None:
+        store = MemoryStore("alike")
+        items, tensors = self.items(store, [0] * 5)
+        strided, part = Piece(self.BOX, 0, (2,)), Piece(Box((1,), (3,)), 0, (1,))
+        for piece, verify in ((strided, "whole"), (part, "never"), (part, "always")):
+            moved = [ReadItem(i.info, i.extents, [(n, piece)]) for n, i in enumerate(items)]
+            memories = [np.zeros(48, np.uint8) for _ in items]
+            execute(make_plan(moved, verify), store, memories, [""] * 5)  # type: ignore[arg-type]
+            for memory, tensor in zip(memories, tensors, strict=True):
+                got = memory.view("<f4")[:: piece.strides[0]][: piece.box.size]
+                first = piece.box.start[0]
+                assert got.tobytes() == tensor[first : first + piece.box.size].tobytes()
