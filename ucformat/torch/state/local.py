@@ -153,13 +153,17 @@ def local_of(
 
 def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor]) -> dict[str, int]:
     """Return the sizes of the device mesh axes over which tensors are distributed, by name."""
-    axes: dict[str, int] = {}
+    meshes: dict[int, DeviceMesh] = {}
     for value in tensors:
         tensor = value.outer if isinstance(value, InnerTensor) else value
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
-            names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-            axes |= dict(zip(names, mesh.shape, strict=True))
+            meshes.pop(id(mesh), None)  # of axes of one name, that of the last tensor counts
+            meshes[id(mesh)] = mesh
+    axes: dict[str, int] = {}
+    for mesh in meshes.values():
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+        axes |= dict(zip(names, mesh.shape, strict=True))
     return axes
 
 
