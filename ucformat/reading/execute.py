@@ -19,8 +19,9 @@ from ucformat.geometry.box import Box, is_non_overlapping, offset_of, reach, row
 from ucformat.geometry.fingerprint import fingerprint_of, text_of, total
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Piece
+from ucformat.reading.copies import AlikeCopies
 from ucformat.reading.dtypes import numpy_dtype
-from ucformat.reading.plan import AlikeCopies, ReadItem, make_plan
+from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.storage.base import read_ranges, stored_key
 from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.concurrency import map_io
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.fingerprint import Sums
     from ucformat.geometry.tensor import Block, Extent, TensorInfo, Tiles
-    from ucformat.reading.plan import Copy, Plan, Request, Verify
+    from ucformat.reading.copies import Copy
+    from ucformat.reading.plan import Plan, Request, Verify
     from ucformat.reading.readable import Readable
     from ucformat.storage.base import Checksums, Costs, Store
 

@@ -2,219 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from ucformat.errors import CoverageError, Inconsistent, IntegrityError, MissingData, check_choice
-from ucformat.geometry.box import row_major
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.tensor import Block, Extent, FileRun, TensorInfo, Tiles
+from ucformat.reading.copies import AlikeCopies, Copy, copies, moved_copy, placed
 from ucformat.storage.base import ENCODED, Costs, is_computed, stored_key
 from ucformat.storage.concurrency import gc_paused, map_io
 from ucformat.storage.wrappers import gaps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Piece
     from ucformat.storage.base import Store
-
-
-# Strided copies from a file to a buffer, computed by intersecting extents with pieces.
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Copies bytes `src + i·src_strides` to `dst + i·dst_strides` of a buffer, for every index `i` of `shape`.
-
-    All values are in bytes. Dims are folded: adjacent dims that one stride covers on both sides are
-    one dim; the last is a run of bytes that is contiguous on both sides. In a request of a plan,
-    `src` counts from the first byte of the request; the copy is repeated `count` times, `src_step`
-    and `dst_step` apart. With a `block`, each repetition is within a block of its own, `src_step`
-    apart, whose checksum is verified. If the request stands for several files, the copies from the
-    next one follow `file_step` bytes later in the buffer.
-    """
-
-    shape: tuple[int, ...]
-    src: int
-    src_strides: tuple[int, ...]
-    dst: int
-    dst_strides: tuple[int, ...]
-    buffer: int = 0
-    block: Block | None = None
-    count: int = 1
-    src_step: int = 0
-    dst_step: int = 0
-    file_step: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes copied by one of `count` repetitions."""
-        return math.prod(self.shape)
-
-    def within(self, outer: Copy) -> Copy:
-        """This copy repeated for each index of `outer`, as one copy with dims in descending order of file stride."""
-        if outer is _ONCE and all(a >= b for a, b in pairwise(self.src_strides)):
-            return self
-        dims = sorted(
-            zip(
-                outer.shape + self.shape,
-                outer.src_strides + self.src_strides,
-                outer.dst_strides + self.dst_strides,
-                strict=True,
-            ),
-            key=lambda dim: -dim[1],
-        )
-        shape, src_strides, dst_strides = zip(*dims, strict=True)
-        return _fold(shape, self.src + outer.src, src_strides, self.dst + outer.dst, dst_strides)
-
-
-_ONCE = Copy((), 0, (), 0, ())
-
-
-def copies(
-    extent: Extent | Tiles, piece: Piece, common: Box, itemsize: int
-) -> Iterator[tuple[Copy, Copy, Block | None, bool]]:
-    """Compute what to copy from `extent` to `piece`, both of one tensor.
-
-    Yields:
-        a copy whose `src` counts from the beginning of the file, the grid of chunks over which it
-        is repeated, the
-            block of the first chunk, and whether all elements of each chunk are copied.
-    """
-    dst_strides = tuple(s * itemsize for s in piece.strides)
-    if isinstance(extent, Tiles):
-        grid = (extent.box, extent.chunk, itemsize, extent.strides)
-        at, base, nbytes = (
-            extent.offset,
-            piece.offset * itemsize,
-            math.prod(extent.chunk) * itemsize,
-        )
-        for inner, outer, begin, whole in _tiled(*grid, common, piece.box.start, dst_strides):
-            copy = Copy(
-                inner.shape, inner.src + at, inner.src_strides, inner.dst + base, inner.dst_strides
-            )
-            yield copy, outer, Block(at + begin, nbytes, placed=extent.placed), whole
-        return
-    src = extent.offset + _dot(common.start, extent.box.start, extent.strides)
-    dst = piece.offset * itemsize + _dot(common.start, piece.box.start, dst_strides)
-    inner = _fold((*common.shape, itemsize), src, (*extent.strides, 1), dst, (*dst_strides, 1))
-    yield inner, _ONCE, extent.block, common == extent.box
-
-
-@lru_cache(maxsize=1 << 12)  # layers repeat: a model has few distinct shapes
-def _tiled(
-    box: Box,
-    chunk: tuple[int, ...],
-    itemsize: int,
-    grid: tuple[int, ...],
-    common: Box,
-    start: tuple[int, ...],
-    dst_strides: tuple[int, ...],
-) -> tuple[tuple[Copy, Copy, int, bool], ...]:
-    """A copy for each combination, over the dims, of a partial first chunk, the whole ones and a partial last chunk.
-
-    Offsets, also that of the first chunk, count from the first chunk of the tiles and the first
-    element of the piece.
-    """
-    within = row_major(chunk, itemsize)
-    cuts = [
-        tuple(_cuts(a - s, n, c, m))
-        for a, n, s, c, m in zip(
-            common.start, common.shape, box.start, chunk, box.shape, strict=True
-        )
-    ]
-    base = _dot(box.start, start, dst_strides)
-    outer_dst = tuple(n * t for n, t in zip(chunk, dst_strides, strict=True))
-    out = []
-    for cut in product(*cuts):
-        begin = sum(c.first * g for c, g in zip(cut, grid, strict=True))
-        src = begin + sum(c.skip * w for c, w in zip(cut, within, strict=True))
-        dst = base + sum(
-            (c.first * n + c.skip) * t for c, n, t in zip(cut, chunk, dst_strides, strict=True)
-        )
-        outer = _fold(tuple(c.count for c in cut), 0, grid, 0, outer_dst, run=False)
-        inner = _fold(
-            (*(c.length for c in cut), itemsize), src, (*within, 1), dst, (*dst_strides, 1)
-        )
-        out.append((inner, outer, begin, all(c.whole for c in cut)))
-    return tuple(out)
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Along one dim: `count` chunks beginning with chunk `first`, in each the `length` elements after `skip`."""
-
-    first: int
-    count: int
-    skip: int
-    length: int
-    whole: bool
-
-
-def _cuts(start: int, length: int, chunk: int, bound: int) -> Iterator[_Cut]:
-    """The cuts of the range `start … start + length` of a dim of `bound` elements by chunks of `chunk` elements."""
-    stop = start + length
-    while start < stop:
-        first, skip = divmod(start, chunk)
-        full = min(chunk, bound - first * chunk)  # the last chunk has fewer elements, then padding
-        n = min(full - skip, stop - start)
-        count = 1
-        if n == chunk:
-            count = (stop - start) // chunk
-        yield _Cut(first, count, skip, n, whole=skip == 0 and n == full)
-        start += n * count
-
-
-def _dot(at: tuple[int, ...], start: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    return sum((a - s) * t for a, s, t in zip(at, start, strides, strict=True))
-
-
-def _fold(
-    shape: tuple[int, ...],
-    src: int,
-    src_strides: tuple[int, ...],
-    dst: int,
-    dst_strides: tuple[int, ...],
-    *,
-    run: bool = True,
-) -> Copy:
-    """Drop dims of size 1, merge dims that one stride covers on both sides; with `run`, end in a run of bytes."""
-    folded, src_steps, dst_steps = _folded(shape, src_strides, dst_strides, run)
-    return Copy(folded, src, src_steps, dst, dst_steps)
-
-
-@lru_cache(maxsize=1 << 12)  # rows that a view takes differ only in their place
-def _folded(
-    shape: tuple[int, ...],
-    src_strides: tuple[int, ...],
-    dst_strides: tuple[int, ...],
-    run: bool,  # noqa: FBT001
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    dims: list[tuple[int, int, int]] = []
-    for n, s, d in zip(shape, src_strides, dst_strides, strict=True):
-        if n == 1:
-            continue
-        if dims and dims[-1][1] == n * s and dims[-1][2] == n * d:
-            dims[-1] = (dims[-1][0] * n, s, d)
-        else:
-            dims.append((n, s, d))
-    if run and (not dims or dims[-1][1:] != (1, 1)):
-        dims.append((1, 1, 1))
-    return tuple(n for n, _, _ in dims), tuple(s for _, s, _ in dims), tuple(d for _, _, d in dims)
-
-
-def placed(c: Copy, src: int, dst: int) -> Copy:
-    """The same copy from and to other places."""
-    where = (c.shape, src, c.src_strides, dst, c.dst_strides)
-    return Copy(*where, c.buffer, c.block, c.count, c.src_step, c.dst_step, c.file_step)
 
 
 def merges(gap: int, span: int, costs: Costs) -> bool:
@@ -230,41 +38,6 @@ Verify = Literal["whole", "always", "never"] | bool
 
 _REMEMBERED = 64  # boxes at most, of which a proof that they cover a piece is remembered
 _SMALL_GAP = 16  # bytes of gaps that never justify another request: checksums, alignment
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AlikeCopies(Sequence[Copy]):
-    """The copies of tensors that lie alike, each to the same place of a buffer of its own; made when asked for.
-
-    Attributes:
-        first: the first of them.
-        further: how many bytes further in the file each of them lies, ascending from 0.
-        buffers: the buffer of each.
-    """
-
-    first: Copy
-    further: list[int]
-    buffers: list[int]
-
-    def __len__(self) -> int:
-        return len(self.buffers)
-
-    @overload
-    def __getitem__(self, index: int) -> Copy: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Copy]: ...
-    def __getitem__(self, index: int | slice) -> Copy | Sequence[Copy]:
-        if isinstance(index, slice):
-            return [self[n] for n in range(len(self))[index]]
-        further = self.further[index]
-        return _moved_copy(self.first, self.first.src + further, further, self.buffers[index])
-
-
-def _moved_copy(c: Copy, src: int, by: int, buffer: int) -> Copy:
-    """The same copy from another place, with its block so many bytes further in the file, to another buffer."""
-    block = c.block and Block(c.block.offset + by, c.block.nbytes, c.block.crc32c, c.block.placed)
-    where = (c.shape, src, c.src_strides, c.dst, c.dst_strides, buffer, block)
-    return Copy(*where, c.count, c.src_step, c.dst_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,22 +225,39 @@ def _located(item: ReadItem) -> tuple[ReadItem, list[Extent | Tiles | FileRun]]:
 #: only to verify checksums.
 _Planned = tuple[list[Request], int, int]
 
+_E = TypeVar("_E", bound=Extent | Tiles | FileRun)
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one extent has of a piece: the requests for it, and where the same of pieces that lie alike is.
+
+    Attributes:
+        number: of the extent.
+        offset: of the extent in its file.
+        places: of this piece and of those that lie alike, the file, the bytes from the place of
+            this one, and the buffer; None if there are several requests, or a large one.
+    """
+
+    number: int
+    offset: int
+    requests: list[Request]
+    places: list[tuple[str, int, int]] | None
+
 
 @dataclass(slots=True)
 class _Alike:
-    """The one request for a piece of which one extent has all, and where that of each piece that lies alike is.
+    """The parts of the first of pieces that lie alike, and the bytes, as in `_Planned`.
 
     Attributes:
-        same: objects that are those of all of these pieces, kept since they are told by their ids.
-        planned: the request for the first, and the bytes, as in `_Planned`.
-        offset: of the extent of the first in its file.
-        places: of each, the file, the bytes from the place of the first, and the buffer.
+        first: the piece and its extents, kept since those that lie alike are told by the ids of
+            what they have in common.
     """
 
-    same: tuple[object, ...]
-    planned: _Planned
-    offset: int
-    places: list[tuple[str, int, int]]
+    first: tuple[Piece, Sequence[Tiles]]
+    parts: list[_Part]
+    unverified: int
+    besides: int
 
 
 class _Planner:
@@ -481,11 +271,12 @@ class _Planner:
 
     def alike(self) -> Iterator[Request]:
         """The requests for pieces that lie alike: small ones that are neighbours in a file are read together."""
-        for alike in self._alike.values():
-            (first,), *_ = alike.planned
+        parts = [part for alike in self._alike.values() for part in alike.parts if part.places]
+        for part in parts:
+            (first,) = part.requests
             span, ends = first.nbytes, self._costs.join - first.nbytes
             group: list[tuple[str, int, int]] = []
-            for place in sorted(alike.places):
+            for place in sorted(part.places or ()):
                 file, by, _ = place
                 if group:
                     gap = by - group[-1][1] - span
@@ -498,72 +289,84 @@ class _Planner:
 
     def read_tensor(self, item: ReadItem, extents: Sequence[Extent | Tiles | FileRun]) -> _Planned:
         """The requests for a tensor, and the bytes."""
-        requests: list[Request] = []
-        unverified = besides = 0
-        for buffer, piece in item.pieces:
-            if not piece.box.size:
-                continue
-            key: tuple[object, ...] = ()
-            if len(extents) == 1 and isinstance(only := extents[0], Tiles):
-                # by their ids, since equal ones are mostly the same; and an encoded file is read otherwise
-                same = (piece, only.box, only.chunk, only.steps)
-                key = (*map(id, same), item.info.itemsize, ENCODED in only.file)
-                if (alike := self._alike.get(key)) is not None:
-                    alike.places.append((only.file, only.offset - alike.offset, buffer))
-                    unverified += alike.planned[1]
-                    besides += alike.planned[2]
-                    continue
-            overlapping = [(e, common) for e in extents if (common := e.box.intersect(piece.box))]
-            _check_coverage(item.info, piece, [(e.file, common) for e, common in overlapping])
-            for extent, common in overlapping:
-                if isinstance(extent, Extent) and extent.leaves_block(item.info.itemsize):
-                    raise IntegrityError(
-                        f"{item.info.key}: the bytes of {extent.box} leave the block of "
-                        f"{extent.file} with their checksum",
-                        hint=(
-                            "restore what lists them, the sidecar or the file's own header, from "
-                            "another copy"
-                        ),
-                    )
-                if not isinstance(extent, FileRun):
-                    planned = self._read_extent(buffer, piece, extent, common, item.info.itemsize)
-                    extent_requests, exposed, extra = planned
-                    unverified += exposed
-                    besides += extra
-                    if key and self._may_be_alike(planned):
-                        place = (extent.file, 0, buffer)
-                        self._alike[key] = _Alike(same, planned, extent.offset, [place])
-                    else:
-                        requests += extent_requests
-                    continue
-                step = (
-                    piece.strides[extent.dim]
-                    * extent.first.box.shape[extent.dim]
-                    * item.info.itemsize
-                )
-                for tiles, others in extent.parts(piece.box):
-                    in_first = tiles.box.intersect(piece.box)
-                    assert in_first is not None  # noqa: S101 - these are parts of the piece
-                    extent_requests, exposed, extra = self._read_extent(
-                        buffer, piece, tiles, in_first, item.info.itemsize
-                    )
-                    requests += (
-                        [r.repeated(others, step) for r in extent_requests]
-                        if others
-                        else extent_requests
-                    )
-                    unverified += exposed * (1 + len(others))
-                    besides += extra * (1 + len(others))
+        if len(item.pieces) == 1 and all(type(e) is Tiles for e in extents):
+            return self._read_alike(item, cast("Sequence[Tiles]", extents))
+        planned = [
+            part
+            for buffer, piece in item.pieces
+            for extent, common in _overlapping(item.info, piece, extents)
+            for part in self._read_run(buffer, piece, extent, common, item.info)
+        ]
+        return _total(planned)
+
+    def _read_alike(self, item: ReadItem, extents: Sequence[Tiles]) -> _Planned:
+        """As `read_tensor`, for one piece; neighbours that lie alike have their requests in `alike`."""
+        ((buffer, piece),), info = item.pieces, item.info
+        # by their ids, since equal ones are mostly the same; and an encoded file is read otherwise
+        key: tuple[object, ...] = (id(piece), info.itemsize)
+        for e in extents:
+            key += (id(e.box), id(e.chunk), id(e.steps), ENCODED in e.file)
+        alike = self._alike.get(key)
+        if alike is not None:
+            moved: list[Request] = []
+            for part in alike.parts:
+                extent = extents[part.number]
+                by = extent.offset - part.offset
+                if part.places is not None:
+                    part.places.append((extent.file, by, buffer))
+                else:
+                    moved += [_moved(r, extent.file, by, buffer) for r in part.requests]
+            return moved, alike.unverified, alike.besides
+        parts: list[_Part] = []
+        planned: list[_Planned] = []
+        for extent, common in _overlapping(info, piece, extents):
+            new = self._read_extent(buffer, piece, extent, common, info.itemsize)
+            places = [(extent.file, 0, buffer)] if self._may_be_alike(new[0]) else None
+            number = next(n for n, e in enumerate(extents) if e is extent)
+            parts.append(_Part(number, extent.offset, new[0], places))
+            planned.append(new if places is None else ([], *new[1:]))
+        requests, unverified, besides = _total(planned)
+        self._alike[key] = _Alike((piece, extents), parts, unverified, besides)
         return requests, unverified, besides
 
-    def _may_be_alike(self, planned: _Planned) -> bool:
-        """Whether there is one request of one range, small enough to be joined, that no other piece has a part of."""
-        requests, _, besides = planned
+    def _read_run(
+        self,
+        buffer: int,
+        piece: Piece,
+        extent: Extent | Tiles | FileRun,
+        common: Box,
+        info: TensorInfo,
+    ) -> Iterator[_Planned]:
+        """As `read_tensor`, for one piece and one extent."""
+        if isinstance(extent, Extent) and extent.leaves_block(info.itemsize):
+            raise IntegrityError(
+                f"{info.key}: the bytes of {extent.box} leave the block of {extent.file} with "
+                "their checksum",
+                hint=(
+                    "restore what lists them, the sidecar or the file's own header, from another "
+                    "copy"
+                ),
+            )
+        if not isinstance(extent, FileRun):
+            yield self._read_extent(buffer, piece, extent, common, info.itemsize)
+            return
+        step = piece.strides[extent.dim] * extent.first.box.shape[extent.dim] * info.itemsize
+        for tiles, others in extent.parts(piece.box):
+            in_first = tiles.box.intersect(piece.box)
+            assert in_first is not None  # noqa: S101 - these are parts of the piece
+            requests, exposed, extra = self._read_extent(
+                buffer, piece, tiles, in_first, info.itemsize
+            )
+            if others:
+                requests = [r.repeated(others, step) for r in requests]
+            yield requests, exposed * (1 + len(others)), extra * (1 + len(others))
+
+    def _may_be_alike(self, requests: Sequence[Request]) -> bool:
+        """Whether there is one request of one range, so small that neighbours are worth to be joined to it."""
         if len(requests) != 1 or 2 * requests[0].nbytes > self._costs.join:
             return False
         (r,) = requests
-        whole = r.copies[0].block is None or besides == r.nbytes - r.copies[0].nbytes
-        return len(r.copies) == r.count == r.copies[0].count == 1 and whole
+        return len(r.copies) == r.count == r.copies[0].count == 1
 
     def _read_extent(
         self, buffer: int, piece: Piece, extent: Extent | Tiles, common: Box, itemsize: int
@@ -612,7 +415,7 @@ def _of_alike(first: Request, places: Sequence[tuple[str, int, int]]) -> Request
 
 def _moved(r: Request, file: str, by: int, buffer: int) -> Request:
     """The same request elsewhere in a file, for another buffer."""
-    moved = tuple([_moved_copy(c, c.src, by, buffer) for c in r.copies])
+    moved = tuple([moved_copy(c, c.src, by, buffer) for c in r.copies])
     return Request(file, r.offset + by, r.nbytes, moved, r.count, r.step)
 
 
@@ -625,6 +428,25 @@ def _is_checked(
         of_array = isinstance(extent, Tiles) and not extent.placed
         return not of_array and block.nbytes <= costs.block
     return verify != "never"
+
+
+def _overlapping(info: TensorInfo, piece: Piece, extents: Sequence[_E]) -> Sequence[tuple[_E, Box]]:
+    """The extents that have parts of a piece, and these parts, if they are all of it."""
+    if not piece.box.size:
+        return ()
+    parts = [(e, common) for e in extents if (common := e.box.intersect(piece.box))]
+    _check_coverage(info, piece, [(e.file, common) for e, common in parts])
+    return parts
+
+
+def _total(planned: Iterable[_Planned]) -> _Planned:
+    requests: list[Request] = []
+    unverified = besides = 0
+    for more, exposed, extra in planned:
+        requests += more
+        unverified += exposed
+        besides += extra
+    return requests, unverified, besides
 
 
 def _check_coverage(info: TensorInfo, piece: Piece, common: list[tuple[str, Box]]) -> None:
