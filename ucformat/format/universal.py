@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, MissingData, NotFound, UcformatError
@@ -17,7 +17,7 @@ from ucformat.format.mounted import MountedStore, is_below
 from ucformat.format.stored_tensors import StoredTensors, ValueByKey
 from ucformat.format.structure import MOUNT, manifest_problems, read_manifest, refuse
 from ucformat.geometry.box import Box
-from ucformat.geometry.tensor import Key, TensorList
+from ucformat.geometry.tensor import Key, TensorList, Tiles
 from ucformat.reading.readable import (
     CheckpointMetadata,
     GroupPlace,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ucformat.format.encoded import Image
     from ucformat.format.patched import PatchedTiles
     from ucformat.format.sidecar import Sidecar
-    from ucformat.geometry.tensor import Extent, FileRun, Tiles
+    from ucformat.geometry.tensor import Extent, FileRun
     from ucformat.schema.manifest import FileDoc
     from ucformat.schema.tensors import KindDoc
     from ucformat.storage.base import Store
@@ -52,6 +52,7 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 _LARGE_BYTES = 256 << 20  # a manifest must not claim more for small files
 _LARGE_SHARDS = 10_000
+_FEW_SHARDS = 16  # of an array, which are remembered
 
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
@@ -65,9 +66,15 @@ def json_object(data: bytes, where: str) -> dict[str, Any]:
     return document
 
 
-def grid_of(doc: TensorDoc) -> Grid:
+def grid_of(doc: TensorDoc | KindDoc) -> Grid:
     """The grid of a tensor that is stored as an array."""
     return Grid(doc.shape, doc.chunk or (), doc.shard or (), doc.unit)
+
+
+@lru_cache(maxsize=1 << 10)  # layers repeat: a model has few distinct shapes
+def _few_near(grid: Grid, within: Box | None) -> tuple[tuple[tuple[int, ...], Tiles], ...]:
+    """The shards that are near a box, each with its tiles, of an array of few shards."""
+    return tuple((shard, grid.tiles(shard, "")) for shard in grid.shards(within))
 
 
 def unknown_word(doc: TensorDoc | KindDoc) -> str | None:
@@ -204,24 +211,33 @@ class Universal:
 
     def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent | Tiles]:
         """See Readable."""
-        doc = self.docs[key]
-        if doc.is_referenced:
-            yield from self.bases.extents(doc, within)
+        table = self.manifest.tensors
+        if (row := table.row(*key)) is None:
+            raise KeyError(key)
+        kind = table.kinds[table.kind[row]]
+        if kind.is_referenced:
+            yield from self.bases.extents(table[row], within)
             return
-        if doc.path is None:
-            row = self.manifest.tensors.row(*key)
-            assert row is not None  # noqa: S101 - it has a document
-            yield from self._sidecar_of(doc).extents(row, within)
+        folder = table.folder(row)
+        if folder is None:
+            yield from self._sidecar_of(kind).extents(row, within)
             return
-        grid = grid_of(doc)
-        if not doc.nbytes:
+        grid = grid_of(kind)
+        if not kind.nbytes:
             return
-        self._check_large(doc, grid, Box.whole(doc.shape) if within is None else within)
+        near: Iterable[tuple[tuple[int, ...], Tiles]]
+        if grid.count <= _FEW_SHARDS:
+            near = _few_near(grid, within)
+        else:
+            near = ((shard, grid.tiles(shard, "")) for shard in grid.shards(within))
+        if kind.nbytes >= _LARGE_BYTES or grid.count >= _LARGE_SHARDS:
+            self._check_large(table[row], grid, Box.whole(kind.shape) if within is None else within)
         prefix = ""
-        if doc.codec is not None:
-            self._encoded_arrays[doc.path], prefix = doc, ENCODED
-        for shard in grid.shards(within):
-            yield grid.tiles(shard, prefix + shard_key(doc.path, shard))
+        if kind.codec is not None:
+            self._encoded_arrays[folder], prefix = table[row], ENCODED
+        for shard, tiles in near:
+            file = prefix + shard_key(folder, shard)
+            yield Tiles(tiles.box, file, 0, tiles.chunk, tiles.itemsize)
 
     @cached_property
     def encoded_sizes(self) -> Mapping[str, int]:
