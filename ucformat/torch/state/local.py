@@ -173,15 +173,15 @@ def _of_dtensor(name: str, state: str, tensor: DTensor, placed: _Placed | None) 
     placed = {} if placed is None else placed
     info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
     key = (id(mesh), shape, tensor.placements, tuple(local.shape), _strides_in(local))
-    if (known := placed.get(key)) is None:
+    if key not in placed:
         if coordinate_of(mesh) is None:
-            known = (), None
+            placed[key] = (), None
         else:
             dims, cuts = _dims_of(f"{name} ({state})", tensor, tuple(local.shape))
             distribution = None if cuts is None else Distribution(_rank_mesh(mesh), cuts)
-            known = pieces_in(local, dims), distribution
-        placed[key] = known
-    return LocalShard(info, known[0], local, known[1])
+            placed[key] = pieces_in(local, dims), distribution
+    pieces, distribution = placed[key]
+    return LocalShard(info, pieces, local, distribution)
 
 
 def _dims_of(label: str, tensor: DTensor, local: tuple[int, ...]) -> _DimsAndCuts:
