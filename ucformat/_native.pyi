@@ -11,6 +11,16 @@ def fingerprint(words: Buffer, steps: tuple[int, ...], first: int, /) -> tuple[i
 def interpret(
     data: bytes, meaning: object, calls: tuple[Callable[..., Any], ...], damaged: type[Exception], /
 ) -> Any: ...
+def pack(
+    target: Buffer,
+    file: int,
+    begin: int,
+    elements: list[Any],
+    starts: Buffer,
+    places: Buffer,
+    sums: Buffer,
+    /,
+) -> None: ...
 def read_into(
     fd: int, offset: int, buffers: Sequence[Buffer], crcs: list[int] | None = None, /
 ) -> int: ...

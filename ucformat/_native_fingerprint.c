@@ -116,7 +116,7 @@ static uint64_t word_at(const char *words, size_t nbytes) {
 }
 
 /* Adds words that lie side by side, in memory and in the tensor, there from place `at` on. */
-static void add_run(const char *words, size_t nbytes, uint64_t at, size_t count, uint64_t sums[LANES]) {
+void add_run(const char *words, size_t nbytes, uint64_t at, size_t count, uint64_t sums[LANES]) {
     while (count) {
         uint64_t block[LANES] = {0};
         size_t begin = at % BLOCK, n = count < BLOCK - begin ? count : BLOCK - begin;

@@ -82,6 +82,13 @@ def packed_sums(parts: Iterable[tuple[int, Sums]], count: int) -> bytes:
     return np.array(sums, "<u8").tobytes()
 
 
+def summed(numbers: Sequence[int], sums: NDArray[np.uint64], count: int) -> bytes:
+    """As `packed_sums`, from a row of sums for each number."""
+    out = np.zeros((count, LANES), "<u8")
+    np.add.at(out, numbers, sums)
+    return out.tobytes()
+
+
 def unpacked_sums(data: bytes) -> list[Sums]:
     """What `packed_sums` has packed."""
     return [(low, high) for low, high in np.frombuffer(data, "<u8").reshape(-1, LANES).tolist()]

@@ -707,9 +707,10 @@ def place_checksum(file: str, offset: int) -> int:
         file: path of the packed file; only its last two parts count, which are unique to a save.
         offset: byte of the file at which the tile begins.
     """
-    return checksum(offset.to_bytes(8, "little"), _name_checksum(file))
+    return checksum(offset.to_bytes(8, "little"), name_checksum(file))
 
 
 @lru_cache(256)
-def _name_checksum(file: str) -> int:
+def name_checksum(file: str) -> int:
+    """The CRC-32C of what counts of a file's path, from which those of its offsets continue."""
     return checksum("/".join(file.split("/")[-2:]).encode())

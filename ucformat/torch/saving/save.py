@@ -13,7 +13,7 @@ from ucformat.format.arrays import put_array, put_groups
 from ucformat.format.commit import commit, discard
 from ucformat.format.described import packed_file
 from ucformat.format.lossy_states import packed_losses
-from ucformat.geometry.fingerprint import packed_sums, unpacked_sums
+from ucformat.geometry.fingerprint import packed_sums, summed, unpacked_sums
 from ucformat.reading.execute import default_threads
 from ucformat.sources.model_files import find_assets
 from ucformat.storage.concurrency import gc_paused
@@ -46,11 +46,10 @@ from ucformat.torch.saving.write import TileOptions, write_packed, write_shards
 from ucformat.torch.state.elements import elements_of, host_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
     from os import PathLike
 
-    from ucformat.geometry.fingerprint import Sums
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.plan import RankPlan
@@ -191,17 +190,14 @@ def _write(
         ]
         file = packed_file(f"data/{plan.attempt}", group.rank)
         sums, need_base, of_boxes = write_packed(store, file, boxes, wrote, how)
-        items = [item for item, _ in part.pieces]
-
-        def by_description(by_item: Iterable[tuple[int, Sums]]) -> dict[bytes, bytes]:
-            return plan.statement.by_description(packed_sums(by_item, len(state.items)))
-
-        fingerprints = by_description(zip(items, sums, strict=True))
+        items, count = [item for item, _ in part.pieces], len(state.items)
+        fingerprints = plan.statement.by_description(summed(items, sums, count))
         if need_base:
-            patched = by_description((items[box], (1, 0)) for box in need_base)
+            by_item = ((items[box], (1, 0)) for box in need_base)
+            patched = plan.statement.by_description(packed_sums(by_item, count))
         if of_boxes:
-            by_item = ((items[box], loss) for box, loss in of_boxes.items())
-            losses = plan.statement.by_description(packed_losses(by_item, len(state.items)))
+            with_loss = ((items[box], loss) for box, loss in of_boxes.items())
+            losses = plan.statement.by_description(packed_losses(with_loss, count))
     store.flush()
     objects = {name: state.objects[name] for name in plan.objects}
     return WrittenByRank(

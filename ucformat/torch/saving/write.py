@@ -23,9 +23,10 @@ from ucformat.format.chunking import CHECKSUM_BYTES, Tiling
 from ucformat.format.described import ALIGNMENT, packed_file
 from ucformat.format.encoding import Encoding
 from ucformat.format.lossy_states import larger, lossy_codec
+from ucformat.format.packing import NO_RUN, pack, run_of
 from ucformat.format.shard import BAND_BYTES, write_shard
 from ucformat.format.sidecar import tiled_columns
-from ucformat.geometry.fingerprint import fingerprint_of, total
+from ucformat.geometry.fingerprint import LANES, fingerprint_of
 from ucformat.geometry.flat_buffer import align_up
 from ucformat.geometry.tensor import Key
 from ucformat.reading.dtypes import numpy_dtype
@@ -98,12 +99,12 @@ class WrittenBoxes(NamedTuple):
     """What was written of boxes of tensors.
 
     Attributes:
-        sums: the fingerprint of each box.
+        sums: the fingerprint of each box, a row for each.
         patched: the boxes of which tiles need the base.
         losses: the largest absolute and relative errors of the boxes with lossy tiles.
     """
 
-    sums: list[Sums]
+    sums: NDArray[np.uint64]
     patched: set[int]
     losses: dict[int, Loss]
 
@@ -116,22 +117,22 @@ def write_packed(
     how: TileOptions | None = None,
 ) -> WrittenBoxes:
     """Write boxes of tensors to a file of the packed form."""
-    sums: list[list[Sums]] = [[] for _ in parts]
+    sums = np.zeros((len(parts), LANES), np.uint64)
     patched: set[int] = set()
     losses: dict[int, Loss] = {}
-    nbytes = sum(Tiling.of(i.shape, i.itemsize).nbytes(box) + ALIGNMENT for i, box, _ in parts)
     if how is None or how.codec is None:
-        written = _write_plain(store, key, parts, nbytes)
+        written = _write_plain(store, key, parts)
     else:
-        written = _write_encoded(store, key, parts, nbytes, how)
-    for part, nbytes, fingerprint, is_patch, loss in written:
-        sums[part].append(fingerprint)
+        written = _write_encoded(store, key, parts, how)
+    for numbers, nbytes, fingerprints, is_patch, loss in written:
+        np.add.at(sums, numbers, np.asarray(fingerprints, np.uint64))
         progress(nbytes)
         if is_patch:
-            patched.add(part)
+            patched.update(numbers)
         if loss is not None:
-            losses[part] = larger(loss, losses.get(part, loss))
-    return WrittenBoxes(list(map(total, sums)), patched, losses)
+            for part in numbers:
+                losses[part] = larger(loss, losses.get(part, loss))
+    return WrittenBoxes(sums, patched, losses)
 
 
 #: A tensor, a box of it, and the elements of the box.
@@ -139,7 +140,7 @@ Part = tuple["TensorInfo", "Box", "Elements"]
 
 
 class _Tile(NamedTuple):
-    """A tile of one of the boxes, which are numbered as `part`, and where it begins in the plain file."""
+    """A tile of one of the boxes, which are numbered as `part`, where it begins in the plain file, and its `run_of`."""
 
     part: int
     info: TensorInfo
@@ -147,11 +148,7 @@ class _Tile(NamedTuple):
     elements: Elements
     start: int
     nbytes: int
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether it is written from where it is."""
-        return self.elements.flags.c_contiguous and self.nbytes >= _DIRECT
+    first: int
 
     def fingerprint(self, data: Memory) -> Sums:
         """The part of the tile in the fingerprint of its tensor, from its bytes in row-major order."""
@@ -161,30 +158,54 @@ class _Tile(NamedTuple):
 
 def _tiles(parts: Sequence[Part]) -> Iterator[_Tile]:
     """The tiles of a packed file, in its order."""
-    end = 0
+    end, last, shape, dtype = 0, None, None, None
     for part, (info, whole, elements) in enumerate(parts):
         end = align_up(end, ALIGNMENT)
-        for box in Tiling.of(info.shape, info.itemsize).boxes(whole):
-            part_elements = elements if box is whole else elements_within(elements, whole, box)
-            yield _Tile(part, info, box, part_elements, end, part_elements.nbytes)
-            end += part_elements.nbytes + CHECKSUM_BYTES
+        # those of a group, which follow each other, have the same box
+        if last is not whole or info.shape != shape or info.dtype != dtype:
+            last, shape, dtype = whole, info.shape, info.dtype
+            tiling = Tiling.of(shape, info.itemsize)
+            # of the only tile
+            first = run_of(whole, shape) if tiling.count(whole) == 1 else None
+        if first is not None:
+            yield _Tile(part, info, whole, elements, end, elements.nbytes, first)
+            end += elements.nbytes + CHECKSUM_BYTES
+            continue
+        for box in tiling.boxes(whole):
+            of_tile = elements_within(elements, whole, box)
+            yield _Tile(part, info, box, of_tile, end, of_tile.nbytes, run_of(box, shape))
+            end += of_tile.nbytes + CHECKSUM_BYTES
+
+
+def _most_bytes(parts: Sequence[Part]) -> int:
+    """The bytes of a packed file that is not encoded, or a few more."""
+    nbytes = of_box = 0
+    last, shape, dtype = None, None, None
+    for info, box, _ in parts:
+        # those of a group, which follow each other, have the same box
+        if last is not box or info.shape != shape or info.dtype != dtype:
+            last, shape, dtype = box, info.shape, info.dtype
+            of_box = Tiling.of(shape, info.itemsize).nbytes(box) + ALIGNMENT
+        nbytes += of_box
+    return nbytes
 
 
 class _Written(NamedTuple):
-    """A tile that is written: the number of its box, the bytes stored of it, whether it is a patch, and its errors."""
+    """Tiles that are written: the numbers of their boxes, the bytes stored, whether they are patches, their errors."""
 
-    part: int
+    parts: list[int]
     nbytes: int
-    fingerprint: Sums
+    fingerprints: Sequence[Sums] | NDArray[np.uint64]
     is_patch: bool
     loss: Loss | None = None
 
 
-def _write_plain(store: Store, key: str, parts: Sequence[Part], most: int) -> Iterator[_Written]:
+def _write_plain(store: Store, key: str, parts: Sequence[Part]) -> Iterator[_Written]:
     """Write tiles, each followed by its checksum.
 
     Large ones that are row-major in memory are written without a copy; others are copied, as many as fit in 4 MiB.
     """
+    most = _most_bytes(parts)
     # of tiles that are copied, and written at once
     band = np.empty(min(most, BAND_BYTES), np.uint8)
     end = used = 0
@@ -201,22 +222,40 @@ def _write_plain(store: Store, key: str, parts: Sequence[Part], most: int) -> It
             used += nbytes
             return band[used - nbytes : used]
 
-        for tile in _tiles(parts):
-            room_for(tile.start - end)[:] = 0
-            if tile.is_direct:
-                data = row_major_bytes(tile.elements)
+        for tiles in grouped(_tiles(parts), lambda tile: tile.nbytes + ALIGNMENT, _DIRECT):
+            begin, last = end, tiles[-1]
+            if last.nbytes >= _DIRECT and last.elements.flags.c_contiguous:
+                room_for(last.start - end)[:] = 0
+                data = row_major_bytes(last.elements)
                 out.write(band[:used].data)
                 out.write(data.data)
-                used, end = 0, end + tile.nbytes
-                stored = room_for(CHECKSUM_BYTES)
+                used, end = 0, end + last.nbytes
+                crc = checksum(data.data, place_checksum(key, last.start))
+                room_for(CHECKSUM_BYTES).data[:] = crc.to_bytes(CHECKSUM_BYTES, "little")
+                sums: Sequence[Sums] | NDArray[np.uint64] = [last.fingerprint(data)]
             else:
-                room = room_for(tile.nbytes + CHECKSUM_BYTES)
-                data, stored = room[: tile.nbytes], room[tile.nbytes :]
-                copy(np.ndarray(tile.elements.shape, tile.elements.dtype, data), tile.elements)
-            crc = checksum(data.data, place_checksum(key, tile.start))
-            stored.data[:] = crc.to_bytes(CHECKSUM_BYTES, "little")
-            yield _Written(tile.part, tile.nbytes, tile.fingerprint(data), is_patch=False)
+                room = room_for(last.start + last.nbytes + CHECKSUM_BYTES - end)
+                sums = _packed(room, key, begin, tiles)
+            yield _Written([t.part for t in tiles], sum(t.nbytes for t in tiles), sums, False)
         out.write(band[:used].data)
+
+
+def _packed(
+    room: NDArray[np.uint8], key: str, begin: int, tiles: Sequence[_Tile]
+) -> NDArray[np.uint64]:
+    """Put tiles into a part of a file, which has its byte `begin` first; returns their fingerprints."""
+    starts = [tile.start - begin for tile in tiles]
+    elements = [tile.elements for tile in tiles]
+    for number, (tile, start) in enumerate(zip(tiles, starts, strict=True)):
+        if not tile.elements.flags.c_contiguous:
+            data = room[start : start + tile.nbytes]
+            elements[number] = np.ndarray(tile.elements.shape, tile.elements.dtype, data)
+            copy(elements[number], tile.elements)
+    sums = pack(room, key, begin, elements, starts, [tile.first for tile in tiles])
+    for number, (tile, start) in enumerate(zip(tiles, starts, strict=True)):
+        if tile.first == NO_RUN:
+            sums[number] = tile.fingerprint(room[start : start + tile.nbytes])
+    return sums
 
 
 _ENCODERS = 4  # threads that encode, if there are as many cores
@@ -228,7 +267,6 @@ def _write_encoded(
     store: Store,
     key: str,
     parts: Sequence[Part],
-    most: int,
     how: TileOptions,
 ) -> Iterator[_Written]:
     """Write tiles that threads encode, and then their index."""
@@ -269,7 +307,7 @@ def _write_encoded(
     threads = max(how.threads, min(_ENCODERS, default_threads()))
     with (
         ThreadPoolExecutor(threads, "ucformat-encode") as pool,
-        store.create(key, unit_for(most)) as out,
+        store.create(key, unit_for(_most_bytes(parts))) as out,
     ):
         runs = _in_order(pool, encoded, _runs(parts), threads * _AHEAD)
         for tile, done in chain.from_iterable(zip(*run, strict=True) for run in runs):
@@ -285,7 +323,8 @@ def _write_encoded(
                 out.write(b"".join(pending))
                 pending, waiting = [], 0
             end = tile.start + tile.nbytes + CHECKSUM_BYTES
-            yield _Written(tile.part, nbytes, done.fingerprint, done.base != NO_BASE, done.loss)
+            is_patch = done.base != NO_BASE
+            yield _Written([tile.part], nbytes, [done.fingerprint], is_patch, done.loss)
         out.write(b"".join((*pending, index.encode(end))))
 
 
