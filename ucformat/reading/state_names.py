@@ -94,7 +94,8 @@ def name_state(
             shapes.add(shape)
     for root, names in (listed or {}).items():
         params[root] = params.get(root) or {n: set() for n in names}
-    models = _find_owners(weights, {r: p for r, p in params.items() if p}, owners)
+    optimized = {r: p for r, p in params.items() if p}
+    models = _find_owners(weights, optimized, owners) if optimized else {}
     model = _main_model({m for r, m in models.items() if m not in (None, r)}, weights)
     names_below = {p: dotted(_without(p, model)) for p in weights}
     if model is not None and len(set(names_below.values())) < len(names_below):

@@ -11,9 +11,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ucformat.errors import StateMismatch, UnsupportedError, UsageError
@@ -22,7 +19,15 @@ from ucformat.reading.readable import IntKey
 from ucformat.reading.state_names import GROUPS, dotted, name_state, optimizer_roots, split_option
 from ucformat.torch.integration import integrations
 from ucformat.torch.state.objects import PerRank, Rng, StateParts, encode
-from ucformat.torch.state.subclasses import RECORD, check_memory, is_subclass, memory_of, take_apart
+from ucformat.torch.state.sharded import dtensor_class, is_fsdp1, is_sharded_tensor
+from ucformat.torch.state.subclasses import (
+    RECORD,
+    check_memory,
+    is_usual,
+    is_subclass,
+    memory_of,
+    take_apart,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -166,7 +171,7 @@ def collect(
             hint='{"model": model, …}',
         )
     collected = CollectedState(
-        tuple(str(k) for k, v in state.items() if not isinstance(v, torch.Tensor | ShardedTensor)),
+        tuple(str(k) for k, v in state.items() if not isinstance(v, torch.Tensor)),
         global_names=GlobalNames(names),
     )
     _walk(
@@ -179,7 +184,7 @@ def collect(
         contents = {
             p: t
             for p, value in collected.tensors.items()
-            if (t := _taken_apart(p, value)) is not None
+            if not is_usual(value) and (t := _taken_apart(p, value)) is not None
         }
     optimized = [
         (collected.owners[root], live.params)
@@ -213,7 +218,7 @@ def collect(
 
 def _taken_apart(path: Path, tensor: Any) -> TakenApart | None:
     """A wrapper taken apart; None if it is plain; UsageError if it can be neither saved nor filled."""
-    if isinstance(tensor, ShardedTensor):
+    if is_sharded_tensor(tensor):
         for shard in tensor.local_shards():
             check_memory(dotted(path), shard.tensor)
         return None
@@ -267,6 +272,8 @@ def _check_names(collected: CollectedState) -> None:
 
 def values_of(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """The values of nested mappings, with their paths."""
+    if type(state) is torch.Tensor:  # most are
+        return [(path, state)]
     if isinstance(state, Mapping):
         return [v for key, inner in state.items() for v in values_of(inner, (*path, key))]
     if isinstance(state, StateParts):
@@ -277,7 +284,7 @@ def values_of(state: Any, path: Path = ()) -> list[tuple[Path, Any]]:
 def _walk(
     collected: CollectedState, path: Path, value: Any, modules: Modules, put: Any = None
 ) -> None:
-    if isinstance(value, torch.Tensor | ShardedTensor):
+    if isinstance(value, torch.Tensor):
         collected.tensors[path] = value
     elif isinstance(value, torch.nn.Module):
         _module(collected, path, value)
@@ -328,7 +335,8 @@ def _mapping(
         ]
         group_keys = {GROUPS}
     else:
-        group_keys = {k for k in value if isinstance(k, str) and all(split_option(k))}
+        flat = [k for k in value if isinstance(k, str) and k.startswith(GROUPS)]
+        group_keys = {k for k in flat if all(split_option(k))}
         if group_keys:
             collected.groups[path] = _flattened_groups(value, group_keys)
     collected.group_entries |= {(*path, k) for k in group_keys}
@@ -339,7 +347,7 @@ def _mapping(
     for key, inner in value.items():
         if key not in group_keys:
             below = (*path, IntKey(key) if isinstance(key, int) else key)
-            if isinstance(inner, torch.Tensor | ShardedTensor):
+            if isinstance(inner, torch.Tensor):
                 collected.tensors[below] = inner
                 continue
             place = _setter(value, key) if isinstance(value, MutableMapping) else NoPlace(below)
@@ -439,12 +447,7 @@ def _holds_tensors(value: Any) -> bool:
         return any(_holds_tensors(v) for v in value)
     return isinstance(
         value,
-        torch.Tensor
-        | ShardedTensor
-        | torch.nn.Module
-        | torch.optim.Optimizer
-        | StateParts
-        | PerRank,
+        torch.Tensor | torch.nn.Module | torch.optim.Optimizer | StateParts | PerRank,
     )
 
 
@@ -507,7 +510,7 @@ def _stateful(collected: CollectedState, path: Path, value: Any, modules: Module
 
 def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> None:
     """A module's state dict: what shares memory with the module is filled in place, the rest is loaded at the end."""
-    if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+    if any(is_fsdp1(m) for m in module.modules()):
         raise UnsupportedError(
             f"{dotted(path)} is wrapped in FSDP1, whose parameters are flat",
             hint=(
@@ -554,20 +557,20 @@ def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> N
 
 def _check_tensors(path: Path, module: torch.nn.Module) -> None:
     """UsageError if a tensor can be neither saved nor filled, before the state dict detaches it from what it has."""
+    plain = (*_PLAIN_TENSORS, dtensor_class())
     for prefix, inner in module.named_modules():
         if type(inner)._save_to_state_dict is torch.nn.Module._save_to_state_dict:  # noqa: SLF001 - else it knows how
             own = [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]
             for name, tensor in own:
                 if (
-                    type(tensor) not in _PLAIN_TENSORS
-                    and name not in inner._non_persistent_buffers_set  # noqa: SLF001
+                    type(tensor) not in plain and name not in inner._non_persistent_buffers_set  # noqa: SLF001
                 ):
                     _taken_apart(
                         (*path, plain_name(module, f"{prefix}.{name}" if prefix else name)), tensor
                     )
 
 
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def _known_keys(module: torch.nn.Module) -> set[str]:

@@ -10,9 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.box import chunk, row_major
@@ -25,19 +22,27 @@ from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.memory import dtype_name, synchronize
 from ucformat.torch.state.objects import encode
-from ucformat.torch.state.subclasses import RECORD, InnerTensor, local_of_dtensor, plain_values
+from ucformat.torch.state.sharded import is_dtensor, is_sharded_tensor
+from ucformat.torch.state.subclasses import (
+    RECORD,
+    InnerTensor,
+    local_of_dtensor,
+    plain_values,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from fractions import Fraction
 
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
     from ucformat.reading.readable import StatePath as Path
     from ucformat.torch.state.collect import CollectedState
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # frozen, it would take five times as long to make
 class LocalShard:
     """The pieces of one tensor that this rank holds, in the memory of `tensor`.
 
@@ -126,6 +131,7 @@ def _strided(
     return at
 
 
+_info = lru_cache(maxsize=1 << 16)(TensorInfo)  # the next save asks for the same ones
 #: The pieces of local tensors of DTensors, and their distributions, by what these follow from.
 _Placed = dict[tuple[object, ...], tuple[tuple[Piece, ...], Distribution | None]]
 
@@ -139,24 +145,27 @@ def local_of(
         placed: of a state, whose tensors `collect` has checked, what is known from others; it is
             added to.
     """
-    if isinstance(tensor, DTensor):
-        return _of_dtensor(name, state, tensor, placed)
-    if isinstance(tensor, InnerTensor):
-        return _of_inner(name, state, tensor)
-    if isinstance(tensor, ShardedTensor):
-        return _of_sharded(name, state, tensor)
-    tensor = plain_values(name, tensor, checked=placed is not None)
-    shape = tuple(tensor.shape)
-    info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
-    return LocalShard(info, _whole(shape, _strides_in(tensor)), tensor)
+    if type(tensor) is not torch.Tensor:
+        if is_dtensor(tensor):
+            return _of_dtensor(name, state, tensor, placed)
+        if isinstance(tensor, InnerTensor):
+            return _of_inner(name, state, tensor)
+        if is_sharded_tensor(tensor):
+            return _of_sharded(name, state, tensor)
+    plain = plain_values(name, tensor, checked=placed is not None)
+    shape = tuple(plain.shape)
+    info = _info(name, state, dtype_name(plain.dtype), shape)
+    return LocalShard(info, _whole(shape, _strides_in(plain)), plain)
 
 
 def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor]) -> dict[str, int]:
     """Return the sizes of the device mesh axes over which tensors are distributed, by name."""
     meshes: dict[int, DeviceMesh] = {}
     for value in tensors:
+        if type(value) is torch.Tensor:  # most are
+            continue
         tensor = value.outer if isinstance(value, InnerTensor) else value
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             mesh = tensor.device_mesh
             meshes.pop(id(mesh), None)  # of axes of one name, that of the last tensor counts
             meshes[id(mesh)] = mesh
@@ -188,7 +197,7 @@ def _dims_of(label: str, tensor: DTensor, local: tuple[int, ...]) -> _DimsAndCut
     """The dims of the local tensor, and the cuts that make it, if known; LayoutError if its shape is another."""
     mesh, shape, at = tensor.device_mesh, tuple(tensor.shape), coordinate_of(tensor.device_mesh)
     assert at is not None  # noqa: S101 - checked by the caller
-    if any(isinstance(p, Partial) for p in tensor.placements):
+    if any(p.is_partial() for p in tensor.placements):
         raise LayoutError(
             f"{label} is partial over its mesh: each rank holds one summand",
             hint="reduce it first: tensor.redistribute(placements=[Replicate() …])",
@@ -291,6 +300,8 @@ def _dims_candidates(
     parts before (FSDP2 over TP: TP splits first). From left to right, it takes its share of each of
     `k` parts, which is equal for even splits.
     """
+    from torch.distributed.tensor.placement_types import _StridedShard  # imported then
+
     made = []  # from left to right
     for axis, (placement, degree, index) in enumerate(zip(placements, degrees, at, strict=True)):
         if placement.is_replicate():
@@ -469,6 +480,8 @@ def tied_names(weights: Iterable[tuple[str, torch.Tensor, tuple[object, ...]]]) 
 def without_ties(tensors: Sequence[LocalShard]) -> tuple[dict[str, str], list[LocalShard]]:
     """The first name of tied weights by each further name, and the tensors without these."""
     weights = [t for t in tensors if t.info.state == "weight" and t.tensor.numel() and t.pieces]
+    if len({t.tensor.data_ptr() for t in weights}) == len(weights):
+        return {}, list(tensors)
     aliases = tied_names((t.info.name, t.tensor, (t.info.shape,)) for t in weights)
     kept = [t for t in tensors if t.info.state != "weight" or t.info.name not in aliases]
     return aliases, [_renamed(t, aliases) for t in kept]

@@ -23,15 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ucformat.errors import LayoutError, UsageError
 from ucformat.reading.values import to_json
 from ucformat.torch.state.elements import span
+from ucformat.torch.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torch.distributed.tensor import DTensor
 
     Names = tuple[str, ...]
 
@@ -70,7 +72,7 @@ class TakenApart:
 
 def why_refused(tensor: torch.Tensor) -> str | None:
     """Say what a tensor is, if it is not strided with memory of its own, or a view of such memory; None: it is."""
-    if _is_usual(tensor):
+    if is_usual(tensor):
         return None
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
         return f"a {type(tensor).__name__}"
@@ -94,7 +96,7 @@ def is_subclass(tensor: torch.Tensor) -> bool:
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))  # noqa: SLF001
 
 
-def _is_usual(tensor: torch.Tensor) -> bool:
+def is_usual(tensor: torch.Tensor) -> bool:
     """Whether a tensor is what most are: plain, on the host, with all of its memory. Says so in a third of the time."""
     if type(tensor) not in _PLAIN_TYPES:  # whose methods no subclass answers
         return False
@@ -218,12 +220,12 @@ def memory_of(tensor: torch.Tensor | InnerTensor) -> torch.Tensor:
     """Return the tensor of this rank that has the memory: of a DTensor the local one."""
     if isinstance(tensor, InnerTensor):
         return tensor.tensor
-    return local_of_dtensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local_of_dtensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def take_apart(label: str, tensor: torch.Tensor) -> TakenApart | None:
     """Take a wrapper, or a DTensor whose local tensor is one, apart; None if it is neither."""
-    outer = tensor if isinstance(tensor, DTensor) else None
+    outer = tensor if is_dtensor(tensor) else None
     local = memory_of(tensor)
     if isinstance(local, AsyncCollectiveTensor):
         waited = local.wait()
@@ -246,7 +248,7 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) not in _PLAIN_TYPES
         and is_traceable_wrapper_subclass(tensor)
-        and not isinstance(tensor, DTensor | AsyncCollectiveTensor)
+        and not (is_dtensor(tensor) or isinstance(tensor, AsyncCollectiveTensor))
         and tensor.layout is torch.strided
         and all(type(n) is int for n in tensor.shape)
     )
@@ -276,7 +278,7 @@ class _Nodes:
             tensor = tensor.wait()
         if not _is_wrapper(tensor):
             if names:
-                local = memory_of(tensor) if isinstance(tensor, DTensor) else tensor
+                local = memory_of(tensor) if is_dtensor(tensor) else tensor
                 own_memory(".".join((self.label, *names)), local)
             self.tensors[names] = tensor
             return
@@ -368,7 +370,9 @@ def check_live(label: str, tensor: torch.Tensor, contents: TakenApart) -> None:
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a wrapper, or of a DTensor of one, on the host; its own class makes it of copies."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
+        from torch.distributed.tensor import DTensor  # which takes time, and is imported then
+
         local = copy_to_host(local_of_dtensor(tensor))
         return DTensor(local, tensor._spec, requires_grad=False)  # noqa: SLF001 - from_local moves it to the device
     if not _is_wrapper(tensor):
@@ -391,7 +395,7 @@ class _Splits:
         self.dims: list[int] = []
         if outer is None:
             return
-        if any(isinstance(p, Partial) for p in outer.placements):
+        if any(p.is_partial() for p in outer.placements):
             raise LayoutError(
                 f"{label} is partial over its mesh: each rank holds one summand",
                 hint="reduce it first: tensor.redistribute(placements=[Replicate() …])",
@@ -426,7 +430,7 @@ class _Splits:
         """An inner tensor, with how it is sharded if the wrapper is that of a DTensor."""
         if self.outer is None:
             return tensor
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             raise LayoutError(
                 f"{self.label}.{'.'.join(names)} is a DTensor inside the local tensor of another "
                 "one"
