@@ -256,50 +256,20 @@ class TensorTable(BaseModel):
     @classmethod
     def of(cls, tensors: Iterable[TensorDoc]) -> Self:
         """The table of tensors."""
-        names: dict[str, int] = {}
-        kinds: dict[tuple[Any, ...], int] = {}
-        name, kind, paths, at, bounds = array("i"), array("i"), {}, {}, {}
-        digests: list[str | None] = []
-        fingerprints: list[str | None] = []
+        columns = TableColumns()
         for t in tensors:
-            folder, templates = (
-                None,
-                tuple(_template(path, t.name) for path in t.at) if t.at else (),
-            )
+            folder = None
             if t.path is not None:
                 folder = t.path.rpartition("/")[0] or t.path
                 if t.path != f"{folder}/{quoted(t.name)}":
-                    paths[str(len(name))] = t.path
-            # no kind shares it
-            if t.at and any(
-                template == path for template, path in zip(templates, t.at, strict=True)
-            ):
-                at[str(len(name))], templates = t.at, ()
+                    columns.paths[str(len(columns.name))] = t.path
             if t.bound is not None:
-                bounds[str(len(name))] = t.bound
-            name.append(names.setdefault(t.name, len(names)))
-            key = (
-                *(t.state, t.dtype, t.shape, t.chunk, t.shard, folder, templates),
-                *(t.itemsize, t.codec, t.base, t.lossy),
-            )
-            kind.append(kinds.setdefault(key, len(kinds)))
-            digests.append(t.digest)
-            fingerprints.append(t.fingerprint)
-        fields = (
-            *("state", "dtype", "shape", "chunk", "shard", "path", "at"),
-            *("itemsize", "codec", "base", "lossy"),
-        )
-        return cls(
-            names=list(names),
-            kinds=[KindDoc(**dict(zip(fields, k, strict=True))) for k in kinds],
-            name=name.tolist(),
-            kind=kind.tolist(),
-            digest=digests if any(digests) else [],
-            fingerprint=fingerprints if any(fingerprints) else [],
-            path=paths,
-            at=at,
-            bound=bounds,
-        )
+                columns.bounds[str(len(columns.name))] = t.bound
+            kind = (t.state, t.dtype, t.shape, t.itemsize, t.codec, t.base, t.lossy)
+            columns.add(t.name, t.at, (*kind, t.chunk, t.shard, folder))
+            columns.digests.append(t.digest)
+            columns.fingerprints.append(t.fingerprint)
+        return cls(**columns.members())
 
     def __len__(self) -> int:
         return len(self.name)
@@ -477,14 +447,66 @@ class TensorTable(BaseModel):
         return b"{\n  " + b",\n  ".join(members) + b"\n }"
 
 
+class TableColumns:
+    """The columns of a table, to which tensors are added one after another."""
+
+    #: Of kinds: what `add` is given, as far as it goes, and then the paths.
+    FIELDS = (
+        *("state", "dtype", "shape", "itemsize", "codec", "base", "lossy"),
+        *("chunk", "shard", "path"),
+    )
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.kinds: dict[tuple[tuple[Any, ...], tuple[_Template, ...]], int] = {}
+        self.name, self.kind = list[int](), list[int]()
+        self.paths: dict[str, str] = {}
+        self.at: dict[str, tuple[StatePath, ...]] = {}
+        self.bounds: dict[str, tuple[float, float]] = {}
+        self.digests: list[str | None] = []
+        self.fingerprints: list[str | None] = []
+
+    def add(self, name: str, at: tuple[StatePath, ...], kind: tuple[Any, ...]) -> None:
+        """Add a tensor with its paths in the state of the program, and the first `FIELDS` of its kind."""
+        templates = tuple([_template(path, name) for path in at])
+        for template, path in zip(templates, at, strict=True):
+            if template == path:  # no kind shares it
+                self.at[str(len(self.name))], templates = at, ()
+                break
+        self.name.append(self.names.setdefault(name, len(self.names)))
+        self.kind.append(self.kinds.setdefault((kind, templates), len(self.kinds)))
+
+    def members(self) -> dict[str, Any]:
+        """The members of the table."""
+        return {
+            "names": list(self.names),
+            "kinds": [
+                KindDoc(**dict(zip(self.FIELDS, kind, strict=False)), at=at)
+                for kind, at in self.kinds
+            ],
+            "name": self.name,
+            "kind": self.kind,
+            "digest": self.digests if any(self.digests) else [],
+            "fingerprint": self.fingerprints if any(self.fingerprints) else [],
+            "path": self.paths,
+            "at": self.at,
+            "bound": self.bounds,
+        }
+
+    def table(self) -> TensorTable:
+        """The table of all that was added."""
+        return TensorTable(**self.members())
+
+
 def _template(path: StatePath, name: str) -> _Template:
     """A path with the tensor's name marked in it."""
     if not name:
         return path
-    whole = any(part == name for part in path)
+    if name in path:
+        return tuple([("", "") if part == name else part for part in path])
     return tuple(
         (part[: part.index(name)], part[part.index(name) + len(name) :])
-        if isinstance(part, str) and (part == name if whole else name in part)
+        if isinstance(part, str) and name in part
         else part
         for part in path
     )

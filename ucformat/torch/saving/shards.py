@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ucformat.geometry.fingerprint import total, unpacked_sums
-from ucformat.schema.tensors import TensorDoc, TensorTable
+from ucformat.schema.tensors import TableColumns, TensorDoc, TensorTable
 from ucformat.torch.saving.statement import Fragment
 
 if TYPE_CHECKING:
@@ -85,7 +85,10 @@ class PlannedTensors:
     @cached_property
     def table(self) -> TensorTable:
         """The tensors as in the manifest, if they are no arrays."""
-        return TensorTable.of(self.docs())
+        columns = TableColumns()
+        for info, paths in zip(self.infos, self.paths, strict=True):
+            columns.add(info.name, paths, (info.state, info.dtype, info.shape))
+        return columns.table()
 
     def docs(self) -> Iterator[TensorDoc]:
         """The rows of `table`."""
