@@ -99,6 +99,12 @@ def text_of(sums: Sums) -> str:
     return "".join(f"{lane:016x}" for lane in sums)
 
 
+def texts_of(sums: NDArray[np.uint64]) -> list[str]:
+    """Each row as `text_of` writes it."""
+    text = sums.astype(">u8").tobytes().hex()
+    return [text[at : at + 32] for at in range(0, len(text), 32)]
+
+
 def _words(elements: NDArray[np.generic]) -> tuple[Words, int]:
     """The words of elements, in a dim of their own, and how many an element has."""
     nbytes = min(elements.itemsize, WORD_BYTES)
