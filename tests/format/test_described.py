@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from tests.geometry.test_distribution import distributed
 from ucformat.errors import IntegrityError, LayoutError
 from ucformat.format.chunking import Tiling
-from ucformat.format.described import ALIGNMENT, Described, DescribedRow, file_order, packed_file
+from ucformat.format.described import ALIGNMENT, Described, DescribedRow, FileOrder, packed_file
 from ucformat.format.extents import blocks_of
 from ucformat.format.sidecar import Columns, decode, encode_columns
 from ucformat.geometry.box import Box
@@ -38,7 +38,8 @@ def described(draw: st.DrawFn) -> tuple[list[TensorInfo], list[DescribedRow]]:
             rows.append(DescribedRow(len(infos), d, draw(st.integers(0, d.copies - 1)), tile))
             infos.append(TensorInfo(f"t{len(infos)}", "weight", dtype, shape))
     kinds: dict[object, list[DescribedRow]] = {}
-    for row in sorted(rows, key=lambda r: file_order(infos[r.tensor], r.distribution)):
+    order = FileOrder()
+    for row in sorted(rows, key=lambda r: order(infos[r.tensor], r.distribution)):
         flat = row.distribution.flat is not None
         kinds.setdefault(
             (flat, None if flat else (row.tile, row.distribution, infos[row.tensor].dtype)), []

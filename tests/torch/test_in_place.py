@@ -22,7 +22,7 @@ from tests.torch.ranks import KILLED, Ranks
 from ucformat.errors import NotFound, UsageError
 from ucformat.exporters.safetensors import files_of
 from ucformat.format.chunking import Tiling
-from ucformat.format.described import Described, DescribedRow, file_order
+from ucformat.format.described import Described, DescribedRow, FileOrder
 from ucformat.format.sidecar import encode_columns
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import BoxList, Cut, Distribution, RankMesh
@@ -221,7 +221,8 @@ def any_weights(
                 number, d, chance.randrange(d.copies), Tiling.of(info.shape, info.itemsize).tile
             )
         )
-    rows.sort(key=lambda r: file_order(infos[r.tensor], r.distribution))
+    order = FileOrder()
+    rows.sort(key=lambda r: order(infos[r.tensor], r.distribution))
     described = Described(rows, infos, "") if rows else None
     for number, info in enumerate(infos):
         found: list[list[Box]] = [[] for _ in range(ranks)]

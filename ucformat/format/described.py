@@ -61,16 +61,25 @@ class DescribedRow(NamedTuple):
     tile: tuple[int, ...]
 
 
-def file_order(info: TensorInfo, distribution: Distribution) -> tuple[Any, ...]:
-    """Return a key that sorts described tensors into the order of the files, by themselves alone.
+class FileOrder:
+    """A key that sorts described tensors into the order of the files, by themselves alone.
 
-    Partitions of flat buffers come last, and equal distributions and shapes together.
+    Partitions of flat buffers come last, and equal distributions and shapes together. What those of
+    a group have in common is computed once, and compared by identity.
     """
-    d = distribution
-    mesh = (d.mesh.sizes, d.mesh.first, d.mesh.strides, d.mesh.listed)
-    flat = () if d.flat is None else (d.flat, d.part)
-    kind = (info.itemsize, info.shape) if d.flat is None else ()
-    return (flat, mesh, d.cuts, *kind, d.position, info.name, info.state)
+
+    def __init__(self) -> None:
+        self._of_group: dict[tuple[int, str, tuple[int, ...]], tuple[Any, ...]] = {}
+
+    def __call__(self, info: TensorInfo, distribution: Distribution) -> tuple[Any, ...]:
+        """The key of a tensor; the distributions live as long as this."""
+        d, group = distribution, (id(distribution), info.dtype, info.shape)
+        if (common := self._of_group.get(group)) is None:
+            mesh = (d.mesh.sizes, d.mesh.first, d.mesh.strides, d.mesh.listed)
+            flat = () if d.flat is None else (d.flat, d.part)
+            kind = (info.itemsize, info.shape) if d.flat is None else ()
+            common = self._of_group[group] = (flat, mesh, d.cuts, *kind)
+        return (common, d.position, info.name, info.state)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

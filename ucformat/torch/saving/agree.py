@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from operator import itemgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ucformat.errors import CoverageError, UsageError
 from ucformat.format.arrays import array_folders, own_folder, packed_keys
 from ucformat.format.chunking import Tiling
-from ucformat.format.described import Described, DescribedRow, file_order
+from ucformat.format.described import Described, DescribedRow, FileOrder
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.fingerprint import added
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
         StoredAs,
         WrittenRow,
     )
+
+T = TypeVar("T", "Description", "StatedFacts")
 
 _DIFFERS = (
     "save per-rank values as ucformat.torch.PerRank(value), or pass "
@@ -168,7 +170,7 @@ class Coordinator:
             start: begins the attempt, and returns its id, and how the weights of the safetensors form are written.
         """
         self._encoded |= statement.encoded
-        self._own = statement.descriptions
+        self._own = statement.stated
         self._options, self._start = options, start
         self._summary, self._asked = None, None
 
@@ -218,7 +220,7 @@ class Coordinator:
         objects = sorted((rank, digest) for digest, rank in summary.facts.items())
         providers = object_owners(
             (
-                (rank, decode(self._encoded[digest], StatedFacts).objects)
+                (rank, _decoded(digest, self._encoded, StatedFacts, self._own).objects)
                 for rank, digest in objects
             ),
             equal=self._options.replicas == "equal",
@@ -228,6 +230,8 @@ class Coordinator:
 
     def _check_meshes(self, plan: GlobalPlan, summary: Summary) -> None:
         """Check that tensors are equal which ranks hold whole, or several meshes, however they cut them."""
+        if not (self._replies.boxes or self._replies.wholes):
+            return
         infos = (i for kind in (plan.arrays, plan.packed, plan.weights) for i in kind.infos)
         shapes = {info.key: info.shape for info in infos}
         stated = [
@@ -239,7 +243,7 @@ class Coordinator:
         complete = {
             digest
             for digest, ranges in summary.stated.items()
-            if (mesh := decode(self._encoded[digest], Description).mesh) is not None
+            if (mesh := _decoded(digest, self._encoded, Description, self._own).mesh) is not None
             and np.array_equal(np.sort(mesh.ranks, axis=None), _ranks_in(ranges))
         }
         stated += [
@@ -296,29 +300,37 @@ def _differ(key: Key, rank: int, other: int) -> UsageError:
     )
 
 
+def _decoded(
+    digest: bytes,
+    encoded: Mapping[bytes, bytes],
+    kind: type[T],
+    own: Mapping[bytes, Description | StatedFacts],
+) -> T:
+    """What ranks state, by its digest; what rank 0 states itself need not be decoded."""
+    stated = own.get(digest)
+    return stated if isinstance(stated, kind) else decode(encoded[digest], kind)
+
+
 @gc_paused()
 def join(
     summary: Summary,
     encoded: Mapping[bytes, bytes],
     options: SaveOptions,
-    own: Mapping[bytes, Description] = MappingProxyType({}),
+    own: Mapping[bytes, Description | StatedFacts] = MappingProxyType({}),
 ) -> GlobalPlan:
     """The plan of all ranks, from all that they state.
 
     Tensors whose descriptions do not fit each other, and those of which some rank lists its boxes, are listed.
 
     Args:
-        own: descriptions that rank 0 states itself, by their digests.
+        own: what rank 0 states itself, by digest.
     """
     stated = sorted(
-        (
-            (r[0][0], d, own[d] if d in own else decode(encoded[d], Description))
-            for d, r in summary.stated.items()
-        ),
+        ((r[0][0], d, _decoded(d, encoded, Description, own)) for d, r in summary.stated.items()),
         key=itemgetter(0, 1),
     )
     facts = sorted(
-        ((rank, decode(encoded[d], StatedFacts)) for d, rank in summary.facts.items()),
+        ((rank, _decoded(d, encoded, StatedFacts, own)) for d, rank in summary.facts.items()),
         key=itemgetter(0),
     )
     aliases = {
@@ -419,9 +431,12 @@ def _distinct_rows(
         fits = mesh is None or np.array_equal(np.sort(mesh.ranks, axis=None), ranks)
         for row in description.rows:
             key = row.info.key
-            first_rank, first, count = rows.get(key, (rank, row, 0))
-            _check_same(row, rank, first, first_rank)
-            rows[key] = (first_rank, first, count + 1)
+            if key in rows:
+                first_rank, first, count = rows[key]
+                _check_same(row, rank, first, first_rank)
+                rows[key] = (first_rank, first, count + 1)
+            else:
+                rows[key] = (rank, row, 1)
             if description.boxes or not fits or key.name in aliases:
                 listed_keys.add(key)
     return rows, listed_keys
@@ -532,10 +547,10 @@ def _listed(
 
 
 def _described(written: Sequence[WrittenRow], infos: Sequence[TensorInfo]) -> Described | None:
-    number = {info.key: n for n, info in enumerate(infos)}
+    number, order = {info.key: n for n, info in enumerate(infos)}, FileOrder()
     rows = [
         DescribedRow(number[i.key], w.distribution, w.writer, Tiling.of(i.shape, i.itemsize).tile)
-        for w in sorted(written, key=lambda w: file_order(w.row.info, w.distribution))
+        for w in sorted(written, key=lambda w: order(w.row.info, w.distribution))
         for i in (w.row.info,)
     ]
     return Described(rows, infos, "") if rows else None

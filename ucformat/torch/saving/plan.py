@@ -246,7 +246,7 @@ def own_part(statement: Statement, exceptions: Exceptions, options: SaveOptions)
     """Return the part of one rank, which follows from what it states."""
     pieces, listed_at = statement.pieces(exceptions, "packed"), 0
     described = len(pieces) - len(statement.listed_pieces(exceptions, "packed"))
-    for item, piece in pieces[:described]:
+    for item, piece in pieces[:described] if exceptions.listed else ():
         info, box = statement.items[item].info, statement.items[item].boxes[piece]
         tiling = Tiling.of(info.shape, info.itemsize)
         # as `write_packed` lays the file out

@@ -12,13 +12,15 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field, replace
+from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from ucformat.errors import UsageError
 from ucformat.format.arrays import is_small, own_folder
-from ucformat.format.described import file_order
+from ucformat.format.described import FileOrder
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import BoxList, Distribution, RankMesh
 from ucformat.geometry.fingerprint import LANES, Sums, fingerprint_of, packed_sums
@@ -373,17 +375,27 @@ class Statement:
             self.order[digest] = tuple(number for number, _ in numbered)
             if mesh != "listed":
                 self.descriptions[digest] = description
-        self._place = {
-            item: (digest, number)
-            for digest, order in self.order.items()
-            for number, item in enumerate(order)
+        stated_facts = replace(facts, order=self.order)
+        self._facts = self._keep(encode(stated_facts, StatedFacts))
+        #: What has no boxes, by its digest.
+        self.stated: dict[bytes, Description | StatedFacts] = {
+            **self.descriptions,
+            self._facts: stated_facts,
         }
-        self._facts = self._keep(encode(replace(facts, order=self.order), StatedFacts))
         self._replicated = [
             (digest, d, numbers)
             for digest, description in self.descriptions.items()
             for d, numbers in _replicated(description)
         ]
+
+    @cached_property
+    def _place(self) -> dict[int, tuple[bytes, int]]:
+        """The description of each item, and its number there."""
+        return {
+            item: (digest, number)
+            for digest, order in self.order.items()
+            for number, item in enumerate(order)
+        }
 
     def is_of(
         self,
@@ -514,12 +526,16 @@ class Statement:
         """The (item, piece) of a kind that this rank writes, in file order: described ones first."""
         own_rows: list[tuple[int, WrittenRow]] = []
         for digest, description in self.descriptions.items():
+            own_copy: dict[int, int] = {}  # by the identity of a distribution; -1: not in its mesh
             for written in written_rows(description, digest, exceptions, kind):
                 d = written.distribution
-                at = self._coordinate(d.mesh)
-                if at is not None and d.copy_of(at) == written.writer:
+                if (copy := own_copy.get(id(d))) is None:
+                    at = self._coordinate(d.mesh)
+                    copy = own_copy[id(d)] = -1 if at is None else d.copy_of(at)
+                if copy == written.writer:
                     own_rows.append((self.order[digest][written.number], written))
-        own_rows.sort(key=lambda m: file_order(m[1].row.info, m[1].distribution))
+        order = FileOrder()
+        own_rows.sort(key=lambda m: order(m[1].row.info, m[1].distribution))
         described = [
             (item, p)
             for item, _ in own_rows
@@ -576,6 +592,10 @@ def chosen_rows(
     description: Description, digest: bytes, exceptions: Exceptions, kind: StoredAs
 ) -> list[tuple[int, Row]]:
     """The rows of one kind that the ranks of a description write, with their numbers."""
+    if kind == "array" and exceptions.packed == "all":
+        return []
+    if kind == "weight" and not any(map(attrgetter("weight"), description.rows)):
+        return []
     left_out = set(exceptions.left_out.get(digest, ()))
     return [
         (number, row)
@@ -600,7 +620,9 @@ def written_rows(
         return (-info.nbytes, info.name, info.state)
 
     rows = chosen_rows(description, digest, exceptions, kind)
-    for number, row in sorted(rows, key=largest_first):
+    if any(d.copies > 1 for d in distributions):
+        rows.sort(key=largest_first)
+    for number, row in rows:
         d, heap, copies = by_distribution[row.distribution]
         nbytes, writer = heap[0]
         if copies > 1:
