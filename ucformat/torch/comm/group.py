@@ -586,6 +586,9 @@ class Group:
             raise
 
 
+_kept_alone: dict[type, Any] = {}  # by `Group.kept`, without torch.distributed
+
+
 def single_process_group() -> Group:
     """Return a group that consists of this process alone."""
     return Group(Links(TreeNode(0, 1, -1, ()), TIMEOUT))
@@ -603,7 +606,10 @@ def group_of(
 
     if not (dist.is_available() and dist.is_initialized()):
         _groups.clear()
-        return single_process_group()
+        alone = single_process_group()
+        alone.links.kept = _kept_alone
+        return alone
+    _kept_alone.clear()
     torch_group = process_group or dist.group.WORLD
     ranks = tuple(dist.get_process_group_ranks(torch_group))
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to the store

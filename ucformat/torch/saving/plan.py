@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import field
 from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
@@ -25,7 +24,7 @@ from ucformat.torch.saving.shards import OwnPart, plan_shards
 from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ucformat.format.arrays import StoredArray
     from ucformat.format.commit import Attempt
@@ -222,23 +221,6 @@ def _references(
         for info in (*plan.arrays.infos, *plan.packed.infos)
     )
     return base.referenced((doc for doc in matches if doc is not None), patch=patch)
-
-
-_alone: list[SavePlanner] = []  # that of the last save of this process alone, unless it is in use
-
-
-@contextmanager
-def kept_planner(group: Group) -> Iterator[SavePlanner]:
-    """Use the planner of the last save of these ranks; a concurrent save uses one of its own."""
-    if group.size > 1:
-        with group.kept(SavePlanner) as planner:
-            yield planner
-        return
-    planner = _alone.pop() if _alone else SavePlanner()
-    try:
-        yield planner
-    finally:
-        _alone[:] = [planner]
 
 
 @gc_paused()

@@ -40,7 +40,7 @@ from ucformat.torch.saving.manifest import (
 )
 from ucformat.torch.saving.options import SaveArguments, SaveOptions
 from ucformat.torch.saving.patching import KeptTiles, agree_on_base
-from ucformat.torch.saving.plan import kept_planner
+from ucformat.torch.saving.plan import SavePlanner
 from ucformat.torch.saving.statement import PieceFingerprints, RankState, WriteItem
 from ucformat.torch.saving.write import TileOptions, write_packed, write_shards
 from ucformat.torch.state.elements import elements_of, host_memory
@@ -99,7 +99,7 @@ def write_checkpoint(
         kept: what this rank has written before, and writes now.
     """
     begun = time.monotonic()
-    with kept_planner(group) as planner:
+    with group.kept(SavePlanner) as planner:
         with group.sharing_errors():
             store, own = open_store(options.url), _rank_state(state, memories)
         base, options, patcher = agree_on_base(group, options, store.url, state.changed, kept)
