@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ import ucformat.torch as ucf
 from tests.conformance import reader
 from tests.torch.ranks import Ranks
 from ucformat.format.arrays import MOST_SMALL_ARRAYS, SMALL_BYTES
+from ucformat.torch.comm import group
+from ucformat.torch.saving import agree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +86,31 @@ def test_zarr_readers_open_what_are_arrays_and_the_store_shows_all(tmp_path: Pat
     assert (group["weight/large"][...] == state["large"].numpy()).all()  # type: ignore[index]
     everything = zarr.open_group(ck.zarr_store(), mode="r")
     assert (everything["weight/layers.7.scale"][...] == 7).all()  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("form", ["packed", "zarr", "safetensors"])
+def test_a_process_alone_plans_equal_states_once(
+    form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = mock.Mock(side_effect=agree.join)
+    monkeypatch.setattr(group, "_kept_alone", {})
+    monkeypatch.setattr(agree, "join", plans)
+    first = {n: torch.full((8,), float(n)) for n in range(5)}
+    tied = torch.ones(8)
+    states = [first, {n: t + 1 for n, t in first.items()}]
+    states += [first | {2: torch.ones(4, 2)}, first | {2: torch.ones(8).double()}]
+    states += [first | {2: tied, 3: tied}, first | {5: torch.ones(())}, first]
+    expected = [1, 1, 2, 3, 4, 5, 6]
+    for number, (state, planned) in enumerate(zip(states, expected, strict=True)):
+        weights = {f"w{n}": t for n, t in state.items()}
+        ucf.save({"model": weights, "step": number}, tmp_path / f"{number}", form=form)
+        assert plans.call_count == planned
+        ucformat.verify(tmp_path / f"{number}").raise_if_damaged()
+        loaded = {name: torch.zeros_like(t) for name, t in weights.items()}
+        values = {"model": loaded, "step": -1}
+        ucf.load(values, tmp_path / f"{number}")
+        assert values["step"] == number
+        assert all(torch.equal(loaded[name], t) for name, t in weights.items())
 
 
 def test_as_many_as_may_be_arrays_are_arrays(tmp_path: Path) -> None:

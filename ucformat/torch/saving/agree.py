@@ -41,6 +41,7 @@ from ucformat.torch.saving.statement import (
     Replies,
     Row,
     StatedFacts,
+    StatedObjects,
     Summary,
     bits_of,
     written_rows,
@@ -183,7 +184,7 @@ class Coordinator:
                 f"rank {rank} saves with {other}, rank 0 with {own_options}",
                 hint="give all ranks the same arguments",
             )
-        used = summary.stated.keys() | summary.facts.keys()
+        used = summary.stated.keys() | summary.facts.keys() | summary.objects.keys()
         self._encoded = {d: data for d, data in self._encoded.items() if d in used}
         return self.add(summary.compared)
 
@@ -197,7 +198,8 @@ class Coordinator:
             boxes=merged(self._replies.boxes, replies.boxes, _distinct),
             wholes={**self._replies.wholes, **replies.wholes},
         )
-        first = {**summary.facts, **{d: ranges[0][0] for d, ranges in summary.stated.items()}}
+        first = {**summary.facts, **summary.objects}
+        first |= {d: ranges[0][0] for d, ranges in summary.stated.items()}
         digests_by_rank: dict[int, tuple[bytes, ...]] = {}
         for digest in first.keys() - self._encoded.keys():
             digests_by_rank[first[digest]] = (*digests_by_rank.get(first[digest], ()), digest)
@@ -217,12 +219,9 @@ class Coordinator:
                 return question
             check_replicas(self._replies.boxes)
             self._check_meshes(plan, summary)
-        objects = sorted((rank, digest) for digest, rank in summary.facts.items())
+        objects = sorted((rank, digest) for digest, rank in summary.objects.items())
         providers = object_owners(
-            (
-                (rank, _decoded(digest, self._encoded, StatedFacts, self._own).objects)
-                for rank, digest in objects
-            ),
+            ((rank, decode(self._encoded[digest], StatedObjects)) for rank, digest in objects),
             equal=self._options.replicas == "equal",
         )
         attempt, weights = self._start(plan)
@@ -563,6 +562,7 @@ def merge_summaries(a: Summary, b: Summary) -> Summary:
         kept={**b.kept, **a.kept},
         stated=merged(a.stated, b.stated, adjoined),
         facts={**b.facts, **a.facts},
+        objects={**b.objects, **a.objects},
         balance=(a.balance + b.balance) % HASHES,
         sums=merged(a.sums, b.sums, _distinct),
         compared=merge_replies(a.compared, b.compared),

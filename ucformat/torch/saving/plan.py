@@ -101,9 +101,13 @@ class SavePlanner:
 
     def state(self, rank: int, options: SaveOptions, state: RankState) -> Statement:
         """What a rank states."""
-        facts = StatedFacts(
-            state.aliases, {k: document_digest(v) for k, v in state.objects.items()}
-        )
+        statement = self._stated(rank, options, state)
+        statement.tell({k: document_digest(v) for k, v in state.objects.items()})
+        return statement
+
+    def _stated(self, rank: int, options: SaveOptions, state: RankState) -> Statement:
+        """What a rank states of its tensors."""
+        facts = StatedFacts(state.aliases)
         if self._statement is not None:
             last_options, last = self._statement
             if last_options.stored_like(options) and last.is_of(

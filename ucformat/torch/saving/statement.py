@@ -130,16 +130,18 @@ class RankState(NamedTuple):
 
 @message
 class StatedFacts:
-    """What ranks state besides descriptions.
+    """What ranks state of tensors besides descriptions.
 
     Attributes:
-        objects: the digests of objects, by name.
         order: the numbers of the items of each description, by its digest.
     """
 
     aliases: Mapping[str, str]
-    objects: Mapping[str, str]
     order: Mapping[bytes, tuple[int, ...]] = field(default_factory=dict)
+
+
+#: The digests of objects, by name.
+StatedObjects = Mapping[str, str]
 
 
 @message
@@ -256,7 +258,7 @@ class AskedOfRanks:
     """What rank 0 asks a rank for.
 
     Attributes:
-        digests: of descriptions and facts.
+        digests: of descriptions, facts and objects.
         compared: the tensors of which it wants fingerprints.
         everything: whether it wants those of all tensors, to tell which one differs.
     """
@@ -271,7 +273,7 @@ class Replies:
     """Answers of consecutive ranks.
 
     Attributes:
-        sent: compressed descriptions and facts, by their digests.
+        sent: compressed descriptions, facts and objects, by their digests.
         boxes: the fingerprints of boxes.
         wholes: those of tensors, replicas once, by the description of the ranks that hold them.
     """
@@ -290,6 +292,7 @@ class Summary:
         kept: the first rank that has kept exceptions of this digest, and sends the fingerprints that they ask for.
         stated: the ranks that state a description, by its digest.
         facts: the first rank that states these facts, by their digest.
+        objects: the first rank that states these objects, likewise.
         balance: a sum over ranks, which is 0 over all ranks of a mesh if its replicas have equal
             fingerprints.
         sums: a hash of the fingerprints of what ranks hold whole, by the digest of its description.
@@ -300,6 +303,7 @@ class Summary:
     kept: Mapping[bytes, int]
     stated: Mapping[bytes, Ranges]
     facts: Mapping[bytes, int]
+    objects: Mapping[bytes, int]
     balance: int
     sums: Mapping[bytes, Fingerprints]
     compared: Replies
@@ -377,6 +381,8 @@ class Statement:
                 self.descriptions[digest] = description
         stated_facts = replace(facts, order=self.order)
         self._facts = self._keep(encode(stated_facts, StatedFacts))
+        self._objects = b""
+        self.tell({})
         #: What has no boxes, by its digest.
         self.stated: dict[bytes, Description | StatedFacts] = {
             **self.descriptions,
@@ -405,6 +411,11 @@ class Statement:
     ) -> bool:
         """Whether another statement with these arguments would be equal."""
         return (self.facts, self._distributions, self.items) == (facts, [*distributions], items)
+
+    def tell(self, objects: StatedObjects) -> None:
+        """State these objects, which are often others than in the last save, and not those before."""
+        self.encoded.pop(self._objects, None)
+        self._objects = self._keep(encode(objects, StatedObjects))
 
     def _keep(self, data: bytes) -> bytes:
         digest = hashlib.sha256(data).digest()[:16]
@@ -444,6 +455,7 @@ class Statement:
             kept={kept[0]: self.rank},
             stated=dict.fromkeys(self.order, ((self.rank, self.rank + 1),)),
             facts={self._facts: self.rank},
+            objects={self._objects: self.rank},
             balance=self._balance(sums, kept[1].left_out),
             sums=whole,
             compared=self.reply(AskedOfRanks((), kept[1].compared), sums),
