@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +22,9 @@ from ucformat.torch import PerRank, Rng
 from ucformat.torch.state.collect import collect
 from ucformat.torch.state.local import local_state
 from ucformat.torch.state.objects import StateParts
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Pair(NamedTuple):
@@ -363,3 +368,16 @@ def test_parts_are_one_entry() -> None:
     ]
     with pytest.raises(UsageError, match=r"two parts of model have the entry '0\.weight'"):
         collect({"model": StateParts([layers, layers])})
+
+
+def test_plain_states_are_saved_without_the_packages_of_sharded_ones(tmp_path: Path) -> None:
+    program = """
+import sys, torch
+from ucformat.torch import save
+save({"model": torch.nn.Linear(2, 2), "t": torch.ones(2), "step": 1}, sys.argv[1])
+slow = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._shard", "sympy")
+print([name for name in slow if name in sys.modules])
+"""
+    command = [sys.executable, "-c", program, tmp_path / "ck"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ucformat.errors import UcformatError, UsageError
 from ucformat.torch.state.collect import GlobalNames, plain_name, values_of
 from ucformat.torch.state.local import local_of
+from ucformat.torch.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -96,7 +96,7 @@ class ChangedRows:
         self, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         looked_up = args[0] if args else kwargs["input"]
-        if isinstance(looked_up, DTensor):
+        if is_dtensor(looked_up):
             looked_up = looked_up.full_tensor()
         self._marks_on(number, looked_up.device)[looked_up.detach().reshape(-1)] = True
 
@@ -152,7 +152,7 @@ class ChangedRows:
         self._names = []
         for table in self._tables:
             weight = table.weight
-            here = weight.to_local() if isinstance(weight, DTensor) else weight
+            here = weight.to_local() if is_dtensor(weight) else weight
             paths = [by_module[m] for m in by_module if getattr(m, "weight", None) is weight]
             table_names = {by_path[path] for path in paths if path in by_path}
             table_names |= {
@@ -244,7 +244,7 @@ def packed_masks(masks: Mapping[str, Any], state: LocalState) -> dict[str, bytes
                 f"changed has rows of {name!r}, and this rank has no such tensor with rows",
                 hint="give the names of tensors in the checkpoint",
             )
-        if isinstance(mask, DTensor) or (isinstance(mask, torch.Tensor) and mask.is_meta):
+        if is_dtensor(mask) or (isinstance(mask, torch.Tensor) and mask.is_meta):
             raise UsageError(
                 f"changed[{name!r}] is a DTensor, or has no data",
                 hint="a plain tensor for the rows of the whole tensor: mask.full_tensor()",

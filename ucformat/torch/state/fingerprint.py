@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ucformat.errors import UsageError
 from ucformat.geometry.box import Box, offset_of, row_major
@@ -29,6 +28,7 @@ from ucformat.jobs.run import default_workers
 from ucformat.storage.concurrency import grouped
 from ucformat.torch.state.elements import blocks_of, dense_elements, elements_of, host_memory
 from ucformat.torch.state.local import coordinate_of, local_of
+from ucformat.torch.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -65,7 +65,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
     """
     shard = local_of("the tensor", "weight", tensor)
     own = pieces_fingerprints((shard, piece) for piece in shard.pieces)
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return text_of(total(own))
     if shard.distribution is None:
         raise UsageError(

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ucformat.errors import IntegrityError, UnsafeError, UnsupportedError, UsageError
 from ucformat.reading.dtypes import dtype_name as numpy_dtype_name
@@ -38,6 +37,7 @@ from ucformat.reading.values import array_dtype_text, from_json, numpy_dtype, to
 from ucformat.schema import ITEMSIZE
 from ucformat.torch.state.elements import host_memory
 from ucformat.torch.state.memory import dtype_name, torch_dtype
+from ucformat.torch.state.sharded import is_dtensor
 from ucformat.torch.state.subclasses import class_name, plain_values
 
 if TYPE_CHECKING:
@@ -450,7 +450,7 @@ def unfit(value: Any, current: Any, *, cast: bool) -> tuple[list[str], list[str]
     """
     if not isinstance(current, torch.Tensor):
         return [], []
-    if isinstance(current, DTensor) or not isinstance(value, torch.Tensor):
+    if is_dtensor(current) or not isinstance(value, torch.Tensor):
         return [f"a {type(value).__name__} cannot replace a {type(current).__name__}"], []
     if value.shape != current.shape:
         return [f"it is {list(current.shape)}, in the checkpoint {list(value.shape)}"], []
