@@ -30,6 +30,7 @@ BENCHMARKS = {
     "increments": "Increments",
     "codecs": "Codecs and patches",
     "publish": "Publishing weights",
+    "small": "Many small tensors",
     "sub_models": "Sub-models",
     "zarr_store": "The Zarr store of a ZeRO-3 checkpoint",
     "metadata": "Metadata of 100,000 shards",
