@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from os import PathLike
 
+    from ucformat.geometry.box import Box
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.plan import RankPlan
@@ -138,8 +139,13 @@ def _live_sums(plan: RankPlan, state: RankState, live: bytes) -> dict[bytes, byt
 
 
 def _rank_state(state: StateInfo, memories: Sequence[Memory]) -> RankState:
+    boxes: dict[int, tuple[Box, ...]] = {}  # by the identity of pieces, which many tensors share
     items = [
-        WriteItem(info, tuple(p.box for p in pieces), tuple(state.paths.get(info.key, ())))
+        WriteItem(
+            info,
+            boxes.get(id(pieces)) or boxes.setdefault(id(pieces), tuple(p.box for p in pieces)),
+            tuple(state.paths.get(info.key, ())),
+        )
         for info, pieces in state.tensors
     ]
 
