@@ -37,8 +37,13 @@ class Key(NamedTuple):
         return Key(self.name, f"{self.state}.partial{rank}")
 
 
+class _Keyed:
+    __slots__ = ("_key",)  # not a field, so that messages between ranks do not have it
+    _key: Key
+
+
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(_Keyed):
     """The metadata of a logical tensor in one state."""
 
     name: str
@@ -73,8 +78,12 @@ class TensorInfo:
     @property
     def key(self) -> Key:
         """Name and state."""
-        # as `Key(…)`, in half of the time: plans ask for it many times for each tensor
-        return tuple.__new__(Key, (self.name, self.state))
+        try:  # plans ask for it many times for each tensor, and keep it many times
+            return self._key
+        except AttributeError:
+            key = Key(self.name, self.state)
+            object.__setattr__(self, "_key", key)
+            return key
 
     @property
     def itemsize(self) -> int:

@@ -57,6 +57,14 @@ def path_to_json(path: StatePath) -> list[str | int]:
     return [p if type(p) is int else json_key(p) for p in path]
 
 
+def path_spelled(path: StatePath) -> tuple[str | int, ...]:
+    """`path_to_json` as a tuple: the path itself, if it is spelled so already, as most are."""
+    for part in path:
+        if type(part) is not str or part.startswith("$"):
+            return tuple(path_to_json(path))
+    return path
+
+
 def path_from_json(parts: Sequence[str | int]) -> StatePath:
     """The inverse of `path_to_json`."""
     return tuple(p if isinstance(p, int) else _key(p) for p in parts)

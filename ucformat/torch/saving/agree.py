@@ -25,7 +25,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
 from ucformat.geometry.fingerprint import added
 from ucformat.geometry.tensor import Key
-from ucformat.reading.readable import path_to_json
+from ucformat.reading.readable import path_spelled
 from ucformat.reading.state_names import dotted
 from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.comm.merging import adjoined, merged
@@ -102,7 +102,7 @@ def manifest_paths(
     infos: Sequence[TensorInfo], by_key: Mapping[Key, Sequence[Path]]
 ) -> tuple[Paths, ...]:
     """Return the paths of each tensor in the form of manifests."""
-    return tuple(tuple(tuple(path_to_json(p)) for p in by_key.get(i.key, ())) for i in infos)
+    return tuple(tuple(map(path_spelled, by_key.get(i.key, ()))) for i in infos)
 
 
 def paths_by_key(
@@ -113,7 +113,9 @@ def paths_by_key(
     out: dict[Key, list[Path]] = {}
     for rank, listed in items:
         for item in listed:
-            key = Key(aliases.get(item.info.name, item.info.name), item.info.state)
+            key = item.info.key
+            if key.name in aliases:
+                key = Key(aliases[key.name], key.state)
             for path in item.paths:
                 first_key, first_rank = first.setdefault(path, (key, rank))
                 if first_key != key:
@@ -547,11 +549,16 @@ def _listed(
 
 def _described(written: Sequence[WrittenRow], infos: Sequence[TensorInfo]) -> Described | None:
     number, order = {info.key: n for n, info in enumerate(infos)}, FileOrder()
-    rows = [
-        DescribedRow(number[i.key], w.distribution, w.writer, Tiling.of(i.shape, i.itemsize).tile)
-        for w in sorted(written, key=lambda w: order(w.row.info, w.distribution))
-        for i in (w.row.info,)
-    ]
+    rows: list[DescribedRow] = []
+    shape: tuple[int, ...] | None = None
+    tile: tuple[int, ...] = ()
+    itemsize = 0
+    for w in sorted(written, key=lambda w: order(w.row.info, w.distribution)):
+        info = w.row.info
+        if info.shape != shape or info.itemsize != itemsize:  # those of a group follow each other
+            shape, itemsize = info.shape, info.itemsize
+            tile = Tiling.of(shape, itemsize).tile
+        rows.append(DescribedRow(number[info.key], w.distribution, w.writer, tile))
     return Described(rows, infos, "") if rows else None
 
 
