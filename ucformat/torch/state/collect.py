@@ -23,8 +23,8 @@ from ucformat.torch.state.sharded import dtensor_class, is_fsdp1, is_sharded_ten
 from ucformat.torch.state.subclasses import (
     RECORD,
     check_memory,
-    is_usual,
     is_subclass,
+    is_usual,
     memory_of,
     take_apart,
 )
