@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path("/dev/shm/ucformat-small")  # noqa: S108 - memory
 TENSORS, ELEMENTS = 20_000, 32
-PROCESSES, ROUNDS = 3, 5
+PROCESSES, ROUNDS = 3, 3
 FORMS = ("packed", "zarr")
 COLUMNS = ("torch.save", "first save", "next save", "torch.load", "load")
 
