@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "storage": {"schema", "errors", "registry", "durable", "redacted", "settings", "_native"},
     "reading": {"schema", "errors", "geometry", "storage"},
     "views": {"schema", "errors", "registry", "geometry", "storage", "reading"},
-    "format": {"schema", "errors", "geometry", "storage", "reading", "_version"},
+    "format": {"schema", "errors", "geometry", "storage", "reading", "_version", "_native"},
     "sources": {"schema", "errors", "registry", "geometry", "storage", "reading", "_native"},
     "exporters": {
         *("schema", "errors", "registry", "config_files", "geometry", "storage", "reading"),
