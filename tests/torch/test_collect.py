@@ -378,6 +378,6 @@ save({"model": torch.nn.Linear(2, 2), "t": torch.ones(2), "step": 1}, sys.argv[1
 slow = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._shard", "sympy")
 print([name for name in slow if name in sys.modules])
 """
-    command = [sys.executable, "-c", program, tmp_path / "ck"]
+    command = [sys.executable, "-c", program, str(tmp_path / "ck")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
