@@ -35,6 +35,9 @@ from ucformat.torch.state.elements import Slots, map_shared
 if TYPE_CHECKING:
     from ucformat.torch.state.elements import Memory
 
+# how much lower its priority is than that of the training: otherwise it takes the cores of ranks that
+# still copy; it keeps a third of a core that the training uses all the time
+NICE = 5
 # heartbeats in the time after which a process without any is considered dead
 _BEATS_PER_TIMEOUT = 8
 
@@ -173,6 +176,7 @@ def main() -> None:
     # output of libraries goes to the training's logs
     sys.stdout, sys.stderr = (Hiding(sys.stdout), Hiding(sys.stderr))
     record_commits()
+    os.nice(NICE)
     connection = Connection(int(sys.argv[1]))
     start: WorkerStart = decode(connection.recv_bytes(), WorkerStart)
     # what this process needs is imported, for which the rank allows more time
