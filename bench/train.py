@@ -77,20 +77,18 @@ def asked(world: int, m: Measures) -> Iterator[tuple[str, str, float]]:
         )
     for kind in KINDS:
         for form in ("packed", "zarr"):
-            least = 0.5 if (form, kind) == ("packed", "columns") else 0.7
             name = f"`load`, {kind}, {form}"
             yield (
                 f"{name} ÷ best raw, {world} ranks",
-                f">= {least}",
+                ">= 0.7",
                 m["load raw"] / m[f"load {form} {kind}"],
             )
-            least = least if least == 0.5 else 0.75
             ratio = m["load raw"] / m[f"load {form} unverified {kind}"]
-            yield f"{name}, unverified ÷ best raw, {world} ranks", f">= {least}", ratio
+            yield f"{name}, unverified ÷ best raw, {world} ranks", ">= 0.75", ratio
             if kind != "fsdp2":
                 yield (
                     f"{name}, × `dcp.load`, {world} ranks",
-                    ">= 4",
+                    ">= 5",
                     m[f"load dcp {kind}"] / m[f"load {form} {kind}"],
                 )
     yield (

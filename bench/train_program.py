@@ -207,7 +207,7 @@ def load(folder: Path, mesh: DeviceMesh, rounds: int, tell: Tell) -> None:
 
 #: part of a load -> what is timed
 PARTS = {
-    "exchange": "ucformat.torch.comm.group.Group.gather_scatter",
+    "exchange": "ucformat.torch.comm.group.Group.combine",
     "plan": "ucformat.reading.execute.make_plan",
     "execute": "ucformat.reading.execute.execute",
     "read": "ucformat.storage.local.LocalStore.read_into",
