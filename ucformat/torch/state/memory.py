@@ -37,8 +37,7 @@ def synchronize(tensors: Iterable[torch.Tensor]) -> None:
     If there are pinned tensors, waits for the current device, too, which may copy to them.
     """
     tensors = list(tensors)
-    may_be_pinned = torch.accelerator.is_available()
-    if may_be_pinned and any(t.device.type == "cpu" and t.is_pinned() for t in tensors):
+    if any(t.is_cpu and t.is_pinned() for t in tensors):
         torch.accelerator.synchronize()
     for device in devices_of(tensors):
         torch.accelerator.synchronize(device)
