@@ -16,7 +16,7 @@ MAKEFLAGS += --jobs=2
 
 .PHONY: demo test test-all model fuzz check resolve bench engines clean
 
-$(STAMP): pyproject.toml constraints.txt ucformat/_native.c ucformat/_native_chunks.c ucformat/_native_fingerprint.c ucformat/_native_pickle.c
+$(STAMP): pyproject.toml constraints.txt ucformat/_native.c ucformat/_native_chunks.c ucformat/_native_fingerprint.c ucformat/_native_pack.c ucformat/_native_pickle.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@

@@ -96,7 +96,7 @@ static void digest_of(const uint8_t *p, size_t n, uint8_t digest[DIGEST_BYTES]) 
 
 void prepare_chunks(void) { add_stripes = __builtin_cpu_supports("avx2") ? add_stripes_avx2 : add_stripes_plain; }
 
-uint32_t crc32c_bytes(const uint8_t *p, size_t n); /* _native.c */
+uint32_t crc32c_bytes(uint32_t crc, const uint8_t *p, size_t n); /* _native.c */
 
 PyObject *seal(PyObject *module, PyObject *args) {
     PyObject *buffer, *result = NULL;
@@ -113,7 +113,7 @@ PyObject *seal(PyObject *module, PyObject *args) {
         Py_BEGIN_ALLOW_THREADS
         for (uint8_t *chunk = view.buf; chunk < end; chunk += pitch, digest += DIGEST_BYTES) {
             digest_of(chunk, nbytes, digest);
-            uint32_t crc = crc32c_bytes(chunk, nbytes);
+            uint32_t crc = crc32c_bytes(0, chunk, nbytes);
             memcpy(chunk + nbytes, &crc, CRC_BYTES);
         }
         Py_END_ALLOW_THREADS
