@@ -386,12 +386,14 @@ class TestAlike:
     def test_strided_pieces_and_parts_of_tiles(self) -> None:
         store = MemoryStore("alike")
         items, tensors = self.items(store, [0] * 5)
-        strided, part = Piece(self.BOX, 0, (2,)), Piece(Box((1,), (3,)), 0, (1,))
-        for piece, verify in ((strided, "whole"), (part, "never"), (part, "always")):
+        strided = Piece(self.BOX, 0, (2,))
+        first, middle = Piece(Box((0,), (4,)), 0, (1,)), Piece(Box((1,), (3,)), 0, (1,))
+        parts = [(part, how) for part in (first, middle) for how in VERIFY]
+        for piece, verify in ((strided, "whole"), *parts):
             moved = [ReadItem(i.info, i.extents, [(n, piece)]) for n, i in enumerate(items)]
             memories = [np.zeros(48, np.uint8) for _ in items]
-            execute(make_plan(moved, verify), store, memories, [""] * 5)  # type: ignore[arg-type]
+            execute(make_plan(moved, verify), store, memories, [""] * 5)
             for memory, tensor in zip(memories, tensors, strict=True):
                 got = memory.view("<f4")[:: piece.strides[0]][: piece.box.size]
-                first = piece.box.start[0]
-                assert got.tobytes() == tensor[first : first + piece.box.size].tobytes()
+                begin = piece.box.start[0]
+                assert got.tobytes() == tensor[begin : begin + piece.box.size].tobytes()

@@ -576,6 +576,8 @@ def _fill_alike(
     if len(first.shape) > 1 or first.src:
         return False
     (nbytes,), block, begin = first.shape, first.block, first.dst
+    if block is not None and nbytes < block.nbytes:  # all of it is verified, and a part wanted
+        return False
     ends = (*copies.further[1:], r.nbytes)
     gaps = [end - at - nbytes for at, end in zip(copies.further, ends, strict=True)]
     between = memoryview(bytearray(sum(gaps)))  # not shared: observers see these bytes, too
