@@ -199,7 +199,8 @@ def patched_files() -> Files:
 def moments() -> Arrays:
     """States of optimizers, with and without signs, over some powers of ten."""
     numbers = (np.arange(2600) * 7919 % 2603 - 1300).astype("f4") / np.float32(1300)
-    signed = numbers.reshape(50, 52) ** 3
+    signed = numbers.reshape(50, 52)
+    signed = signed * signed * signed  # `** 3` is rounded as the processor's instructions allow
     return {
         ("w", "exp_avg"): signed,
         ("w", "exp_avg_sq"): signed * signed,
