@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -382,6 +383,20 @@ class TestAlike:
         ):
             execute(make_plan(items), store, memories, [f"t{n}" for n in range(8)])
         execute(make_plan(items, "never"), store, memories, [""] * 8)
+
+    def test_what_two_buffers_get_is_read_once(self) -> None:
+        """Two threads must not decode a tile into the same memory, as that of tied weights is, at once."""
+        items, tensors = self.items(inner := MemoryStore("alike"), [36] * 5)
+        store = RecordingStore(inner)
+        tied = ReadItem(items[2].info, items[2].extents, [(5, items[2].pieces[0][1])])
+        plan = make_plan([*items, tied])
+        memories = [np.zeros(40, np.uint8) for _ in range(6)]
+        execute(plan, store, memories, [""] * 6)
+        for memory, tensor in zip(memories, [*tensors, tensors[2]], strict=True):
+            assert memory[8:32].tobytes() == tensor.tobytes()
+        ranges = sorted((r.offset, r.offset + r.nbytes) for r in plan.requests)
+        assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+        assert plan.bytes_read == store.nbytes
 
     def test_strided_pieces_and_parts_of_tiles(self) -> None:
         store = MemoryStore("alike")

@@ -276,12 +276,15 @@ class _Planner:
             (first,) = part.requests
             span, ends = first.nbytes, self._costs.join - first.nbytes
             group: list[tuple[str, int, int]] = []
+            # what several buffers get, as of tied weights, is read once for all of them (`_once`)
+            readers = Counter((file, by) for file, by, _ in part.places or ())
             for place in sorted(part.places or ()):
                 file, by, _ = place
                 if group:
                     gap = by - group[-1][1] - span
                     near = file == group[0][0] and gap >= 0 and by - group[0][1] <= ends
-                    if not (near and merges(gap, span, self._costs)):
+                    single = readers[group[-1][:2]] == readers[file, by] == 1
+                    if not (near and single and merges(gap, span, self._costs)):
                         yield _of_alike(first, group)
                         group = []
                 group.append(place)
