@@ -43,9 +43,8 @@ BAND_BYTES = 4 << 20
 _ABSENT = (1 << 64) - 1
 _HINT = "restore the file from another copy; `ucp verify` names every damaged chunk"
 _CHECKSUM = struct.Struct("<I")
-_DIGESTED_HERE = (
-    240 + CHECKSUM_BYTES
-)  # bytes of chunks that XXH3 digests in ways which are not compiled
+# bytes of a chunk with its checksum, up to which XXH3 digests in ways that are not compiled
+_DIGESTED_HERE = 240 + CHECKSUM_BYTES
 
 
 def bands(

@@ -264,8 +264,8 @@ class _Examined:
         with suppress(UcformatError):
             self.write_throughput = probes.write_throughput(store, root)
             if isinstance(store, LocalStore):
-                found = probes.disk_throughput(store, root, key)
-                self.disk_throughput = found or self.disk_throughput
+                speeds = probes.disk_throughput(store, root, key)
+                self.disk_throughput = speeds or self.disk_throughput
         self.run("delete", lambda: probes.delete(store, root))
 
     def read(self) -> None:

@@ -32,10 +32,8 @@ _UNIT = 1004  # bytes: parts are multiples of it, as of a chunk's size
 _SIZE = part_size(_UNIT) + (1 << 20) + 17
 _READ = 8 << 20  # bytes of the read whose throughput is measured
 _WRITERS, _ROUNDS = 8, 3  # that race to put one file
-_COLD, _COLD_ROUNDS = (
-    64 << 20,
-    2,
-)  # bytes of a file that is read from the disk, and how often in each way
+_COLD = 64 << 20  # bytes of a file that is read from the disk
+_COLD_ROUNDS = 2  # how often it is read in each way
 _COLD_READERS = 4  # threads
 _LATENCY_READS = 5
 _MAX_LISTED = 1000
