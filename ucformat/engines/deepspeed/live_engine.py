@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +24,12 @@ _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The parts of a DeepSpeed engine that is supported.
+    """The parts of a DeepSpeed engine that is supported, as far as this rank has them.
 
     `optimizer` is DeepSpeed's, `inner` the torch optimizer inside it, which may be the same; both
-    are None if the engine only evaluates. Tied parameters are listed once; `aliases` maps their
-    further names to that name.
+    are None if the engine only evaluates. `parameters` and `buffers` are those of this rank's stage,
+    under their names in the whole model. Tied parameters are listed once; `aliases` maps their
+    further names to that name. `stages` is the number of pipeline stages.
     """
 
     engine: Any
@@ -37,6 +39,7 @@ class EngineParts:
     parameters: Mapping[str, torch.nn.Parameter]
     buffers: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str]
+    stages: int = 1
 
     @property
     def rank(self) -> int:
@@ -45,13 +48,27 @@ class EngineParts:
 
     @property
     def layout(self) -> dict[str, int]:
-        """The ZeRO stage and the number of data-parallel ranks, in the form of manifests."""
-        return {"zero": self.stage, "dp": int(self.engine.seq_dp_world_size)}
+        """The ZeRO stage and the numbers of ranks, in the form of manifests."""
+        degrees = {axis: n for axis, n in (("pp", self.stages),) if n > 1}
+        return {"zero": self.stage, "dp": int(self.engine.seq_dp_world_size), **degrees}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank has all modules of the model."""
+        return self.stages == 1
+
+    def provides(self, name: str) -> bool:  # noqa: ARG002
+        """Check whether this rank is the first of those whose modules have a tensor or a value."""
+        return dist.get_rank(self.engine.seq_data_parallel_group) == 0
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.parameters.items()}
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter."""
-        name = self.engine.param_names.get(parameter)
-        if name not in self.parameters:
+        name = self._names.get(id(parameter))
+        if name is None:
             raise UnsupportedError(
                 f"the optimizer has a tensor of shape {list(parameter.shape)} that is not a "
                 "parameter of the module",
@@ -60,7 +77,7 @@ class EngineParts:
                     "it has a name"
                 ),
             )
-        return str(name)
+        return name
 
 
 def inspect_engine(engine: Any) -> EngineParts:
@@ -91,7 +108,9 @@ def inspect_engine(engine: Any) -> EngineParts:
     aliases = {alias: name for alias, name in every.items() if alias != name}
     inner = None if optimizer is None else getattr(optimizer, "optimizer", optimizer)
     stage = int(engine.zero_optimization_stage())
-    return EngineParts(engine, stage, optimizer, inner, parameters, _buffers(module), aliases)
+    stages = int(module.num_pipeline_stages()) if engine.pipeline_parallelism else 1
+    buffers = _buffers(module)
+    return EngineParts(engine, stage, optimizer, inner, parameters, buffers, aliases, stages)
 
 
 def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -107,10 +126,12 @@ def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _refuse_engine(engine: Any) -> None:
+    # among whose model-parallel ranks are those of all stages
+    grid = engine.grid if engine.pipeline_parallelism else None
+    ranks = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
     unsupported = {
-        "pipeline parallelism": engine.pipeline_parallelism,
         "expert parallelism (deepspeed.moe)": engine.has_moe_layers,
-        "tensor parallelism": engine.mp_world_size > 1 or engine.autotp_size() > 1,
+        "tensor parallelism": ranks > 1 or engine.autotp_size() > 1,
         "ZenFlow": engine.zenflow,
     }
     for feature, is_used in unsupported.items():
@@ -118,7 +139,8 @@ def _refuse_engine(engine: Any) -> None:
             raise UnsupportedError(
                 f"a DeepSpeed engine with {feature} cannot be saved or loaded yet",
                 hint=(
-                    "use engine.save_checkpoint, or an engine with data parallelism and ZeRO 0 to 3"
+                    "use engine.save_checkpoint, or an engine with data parallelism and ZeRO 0 to 3, or "
+                    "a pipeline"
                 ),
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from operator import setitem
 from typing import TYPE_CHECKING, Any, Unpack
@@ -57,8 +58,10 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
     """Collect the local state of this rank from a DeepSpeed engine, without copying.
 
     A parameter whose master weight has the same dtype, as in fp32, is stored once, as `weight`;
-    otherwise both are stored. Buffers, extra states of modules, and tensors above 64 KiB in the
-    client state are those of rank 0, as in DeepSpeed's own files of ZeRO 0 to 2.
+    otherwise both are stored. Buffers and extra states of modules are those of the first
+    data-parallel rank, tensors above 64 KiB in the client state those of rank 0, as in DeepSpeed's
+    own files of ZeRO 0 to 2. What no rank knows of a pipeline alone is not collected: the names of
+    all buffers (`buffer_names`) and the extra states of all modules, which `save` adds.
 
     Args:
         client_state: values of the program, as for `engine.save_checkpoint`, the same on all ranks;
@@ -79,10 +82,10 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
     names = {t.info.name for t in tensors} | trainer.buffers.keys()
     plain, ranks, large = client_values(client_state or {}, names)
     objects = plain_values(trainer) | ({CLIENT: plain} if plain else {})
+    tensors += [b for b in locals_of_buffers(trainer) if trainer.provides(b.info.name)]
     if trainer.rank == 0:
-        tensors += locals_of_buffers(trainer)
         tensors += [local_of(name, "weight", tensor) for name, tensor in large.items()]
-        objects |= {"module": extra} if (extra := extra_states(engine.module)) else {}
+        objects |= module_values(trainer) if trainer.is_whole else {}
     return LocalState(
         tensors=tuple(tensors),
         objects=objects,
@@ -250,7 +253,8 @@ def save(
 
     Saves weights, master weights, all optimizer states, optimizer groups by name, frozen
     parameters, buffers, the learning rate scheduler, the loss scaler, the step counters and the
-    client state. Random generators are not part of an engine.
+    client state, under the names that they have in the whole model. Random generators are not part
+    of an engine.
 
     Args:
         engine: as returned by `deepspeed.initialize`.
@@ -270,7 +274,11 @@ def save(
     refuse_arguments("ucformat.torch.deepspeed.save", arguments, _REFUSED)
     with saving_group(url, "save", arguments) as ranks:
         with ranks.sharing_errors():
-            state = collect(engine, client_state)
+            trainer, state = inspect_engine(engine), collect(engine, client_state)
+        if not trainer.is_whole:
+            values = ranks.combine(module_values(trainer), _joined_values, Any)
+            state = replace(state, objects={**state.objects, **values})
+        with ranks.sharing_errors():
             completed: SaveArguments = {**arguments}
             if completed.get("step") is None:
                 completed["step"] = int(engine.global_steps)
@@ -292,8 +300,6 @@ def plain_values(trainer: EngineParts) -> dict[str, Any]:
     engine = trainer.engine
     values: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTERS}
     values["ds_config"] = engine._config._param_dict  # noqa: SLF001 - engine.config may be the name of a file
-    # which an export to stage 3 must tell from frozen parameters
-    values["buffer_names"] = list(trainer.buffers)
     values |= {name: part.state_dict() for name, part in stateful(engine).items()}
     scaler = _scaler(trainer.optimizer)
     if scaler is not None:
@@ -301,6 +307,25 @@ def plain_values(trainer: EngineParts) -> dict[str, Any]:
         state = {k: getattr(scaler, k) for k in SCALER if getattr(scaler, k, None) is not None}
         values["optimizer"] = {"loss_scaler": dynamic | state}
     return {name: encode(value, name) for name, value in values.items()}
+
+
+def module_values(trainer: EngineParts) -> dict[str, Any]:
+    """Return the objects of a checkpoint that follow from modules, as far as this rank has these."""
+    # which an export to stage 3 must tell from frozen parameters
+    values: dict[str, Any] = {"buffer_names": list(filter(trainer.provides, trainer.buffers))}
+    extra = {
+        key: encode(part.get_extra_state(), key)
+        for key, part in with_extra_state(trainer)
+        if trainer.provides(key)
+    }
+    return values | ({"module": extra} if extra else {})
+
+
+def _joined_values(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """The values of the modules of some consecutive ranks and of those after them."""
+    names = dict.fromkeys((*a["buffer_names"], *b["buffer_names"]))
+    extra = {**b.get("module", {}), **a.get("module", {})}
+    return {"buffer_names": list(names)} | ({"module": extra} if extra else {})
 
 
 def stateful(engine: Any) -> dict[str, Any]:
@@ -313,17 +338,12 @@ def stateful(engine: Any) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def with_extra_state(trainer: EngineParts) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the submodules that define `get_extra_state`, with the key of this state in a state dict."""
     default = torch.nn.Module.get_extra_state
-    for path, part in module.named_modules():
+    for path, part in trainer.engine.module.named_modules():
         if type(part).get_extra_state is not default:
             yield (f"{path}._extra_state" if path else "_extra_state"), part
-
-
-def extra_states(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the extra states of submodules as JSON, by their keys in a state dict."""
-    return {key: encode(part.get_extra_state(), key) for key, part in with_extra_state(module)}
 
 
 def _scaler(optimizer: Any) -> Any:
@@ -465,7 +485,7 @@ def fit_parts(
         except UcformatError as error:
             fit.others.append(f"the object {name}: {error.message}{_HINTS.get(name, '')}")
     extra = ck.objects.get("module") or {}
-    for key, module in with_extra_state(trainer.engine.module):
+    for key, module in with_extra_state(trainer):
         if key not in extra:
             fit.missing.append(f"the extra state {key}")
             continue
@@ -477,6 +497,8 @@ def fit_parts(
     return fit
 
 
+#: What schedulers of torch keep for each optimizer group.
+_BY_GROUP = frozenset(("base_lrs", "_last_lr"))
 _HINTS = {"lr_scheduler": " (scheduler=False keeps that of the engine)"}
 
 
@@ -487,6 +509,13 @@ def _fitting(data: Any, template: Any, *, trust: bool) -> Any:
     lacking = sorted(set(template) - set(data)) if isinstance(data, dict) else sorted(template)
     if lacking:
         raise UsageError(f"it is the state of another class, without {', '.join(lacking)}")
+    for key in _BY_GROUP.intersection(template):
+        if len(data[key]) != len(template[key]):
+            # which of them would be those of this engine's groups is not known
+            raise UsageError(
+                f"it is for {len(data[key])} optimizer groups, and this rank has "
+                f"{len(template[key])}, as a pipeline stage without parameters for one"
+            )
     return decode(data, template, trust=trust)
 
 

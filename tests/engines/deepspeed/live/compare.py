@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 import ucformat
+from tests.torch.verdict import without_tuples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     Held = dict[tuple[str, str], NDArray[Any]]
 
-__all__ = ["differences", "facts", "held", "held_by_engine"]
+__all__ = ["differences", "facts", "groups_by_name", "held", "held_by_engine"]
 
 
 def held(url: Path) -> Held:
@@ -74,3 +75,14 @@ def facts(folder: Path) -> dict[str, Any]:
     """The rest that a task wrote."""
     found: dict[str, Any] = json.loads((folder / "facts.json").read_text())
     return found
+
+
+def groups_by_name(ck: ucformat.Checkpoint) -> list[dict[str, object]]:
+    """Groups by name; which empty parameters are in one depends on the engine."""
+    return [
+        {
+            "params": sorted(g.params),
+            **{k: without_tuples(v) for k, v in g.options.items() if k != "param_names"},
+        }
+        for g in ck.manifest.groups
+    ]

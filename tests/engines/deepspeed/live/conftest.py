@@ -23,10 +23,12 @@ EDGES = (
     "certificates",
     "increments",
 )
-_SCRIPT = Path(__file__).parent / "train.py"
+_HERE = Path(__file__).parent
 
 
-def run_all(planned: Sequence[tuple[int, list[dict[str, Any]]]], folder: Path) -> Path:
+def run_all(
+    planned: Sequence[tuple[int, list[dict[str, Any]]]], folder: Path, program: str = "train.py"
+) -> Path:
     """The folder in which all tasks are done; processes that share it do them once, and the others wait."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -38,9 +40,8 @@ def run_all(planned: Sequence[tuple[int, list[dict[str, Any]]]], folder: Path) -
             for number, (world, tasks) in enumerate(planned):
                 document = folder / f"tasks-{number}.json"
                 document.write_text(json.dumps(tasks))
-                torchrun(
-                    world, [str(_SCRIPT), str(document), str(folder)], folder / f"log-{number}.txt"
-                )
+                script = [str(_HERE / program), str(document), str(folder)]
+                torchrun(world, script, folder / f"log-{number}.txt")
             (folder / "done").touch()
             (folder / "failed").unlink()
     return folder

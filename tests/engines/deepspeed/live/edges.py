@@ -69,7 +69,6 @@ def refusals(folder: Path) -> None:
     engine = trainer.engine
     ucd.save(engine, str(folder / "good"))
     for name, value in (
-        ("pipeline_parallelism", True),
         ("has_moe_layers", True),
         ("mp_world_size", 2),
         ("zenflow", True),

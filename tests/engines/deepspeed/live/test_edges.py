@@ -19,11 +19,10 @@ pytestmark = pytest.mark.engine
 Chosen = "Callable[[], Path]"
 
 
-@pytest.mark.front("pipeline_parallelism-*", "optimizer.offloaded_states-*")
+@pytest.mark.front("mp_world_size-*", "optimizer.offloaded_states-*")
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("pipeline_parallelism", "pipeline parallelism"),
         ("has_moe_layers", "expert parallelism"),
         ("mp_world_size", "tensor parallelism"),
         ("zenflow", "ZenFlow"),

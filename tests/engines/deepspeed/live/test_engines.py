@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 import ucformat
-from tests.engines.deepspeed.live.compare import differences, facts, held, held_by_engine
+from tests.engines.deepspeed.live.compare import (
+    differences,
+    facts,
+    groups_by_name,
+    held,
+    held_by_engine,
+)
 from tests.engines.deepspeed.live.conftest import run_all
 from tests.engines.deepspeed.live.plan import RECIPES, Load, Source, all_loads, chosen_loads, starts
-from tests.torch.verdict import without_tuples
 from ucformat.jobs.export import plan_export
 
 if TYPE_CHECKING:
@@ -34,7 +39,7 @@ def check_saved(folder: Path, source: Source) -> None:
     if source.kind != "fsdp2":
         own = ucformat.open(str(folder / str(source) / "own"))
         assert ours.aliases == own.aliases
-        assert groups(ours) == groups(own)
+        assert groups_by_name(ours) == groups_by_name(own)
         for name in ("lr_scheduler", "global_steps", "global_samples", "skipped_steps"):
             assert ours.objects[name] == own.objects[name]
         assert sorted(ours.objects["buffer_names"]) == sorted(own.objects["buffer_names"])
@@ -48,17 +53,6 @@ def check_saved(folder: Path, source: Source) -> None:
         for name in trained:
             assert {"weight", "master"} & set(ours.states(name)) == wanted
             assert ours.tensors[name, "weight"].dtype == dtype  # type: ignore[index]
-
-
-def groups(ck: ucformat.Checkpoint) -> list[dict[str, object]]:
-    """Groups by name; which empty parameters are in one depends on the engine."""
-    return [
-        {
-            "params": sorted(g.params),
-            **{k: without_tuples(v) for k, v in g.options.items() if k != "param_names"},
-        }
-        for g in ck.manifest.groups
-    ]
 
 
 def check_loaded(folder: Path, load: Load) -> None:

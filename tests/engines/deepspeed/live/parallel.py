@@ -1,0 +1,407 @@
+"""Train tiny models in every kind of parallelism of DeepSpeed, save them, load them into other engines, and go on.
+
+Run by torchrun in the virtual environment that has DeepSpeed: `parallel.py TASKS OUT`, as
+`train.py`. Every rank sees its part of the same global batches, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parents[4]))  # for `tests`
+sys.path.insert(0, str(Path(__file__).parents[3] / "data" / "deepspeed"))
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import groups as ds_groups
+from safetensors.torch import save_file
+
+import ucformat.torch
+import ucformat.torch.deepspeed as ucd
+from tests.torch.truth import hold
+from ucformat.errors import UcformatError
+from ucformat.torch.comm.group import group_of
+from ucformat.torch.saving.plan import SavePlanner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+make = importlib.import_module("make")
+
+BATCH, VOCAB = 12, 22
+FORMS: tuple[Any, ...] = ("zarr", "packed")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_KEPT = {name: copy.copy(value) for name, value in vars(ds_groups).items()
+         if name.startswith("_") and (value is None or isinstance(value, dict))}  # fmt: skip
+
+
+@dataclass
+class Task:
+    """One engine. `zero` None is plain PyTorch in one process.
+
+    `pp` 0 is the pipeline's layers as a plain module. `load` is a folder below OUT, of which `what`
+    (zarr, packed or own) is read.
+    """
+
+    name: str
+    model: str = "layers"
+    zero: int | None = 1
+    pp: int = 0
+    dtype: str = "fp32"
+    tied: bool = False
+    buffers: bool = False
+    groups: int = 1
+    freeze: str = ""
+    bf16_optimizer: bool = False
+    accumulate: int = 1
+    load: str = ""
+    what: str = "zarr"
+    rename: dict[str, str] | None = None
+    edge: str = ""  # a function below, which does all that is to be done
+
+
+class Layers(torch.nn.Module):
+    """The layers of the pipeline, under the names that they have there."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.tied = task.tied
+        if task.tied:
+            self.tied_modules = torch.nn.ModuleDict({"embed": make.Embed(VOCAB)})
+        else:
+            self.add_module("0", make.Embed(VOCAB))
+        for number in ("1", "2"):
+            self.add_module(number, make.Block(buffers=task.buffers))
+        self.add_module("3", torch.nn.LayerNorm(make.HIDDEN))
+        if not task.tied:
+            self.add_module("4", make.Head(VOCAB))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        layer: Any = self.get_submodule
+        x = layer("tied_modules.embed" if self.tied else "0")(tokens)
+        for number in ("1", "2", "3"):
+            x = layer(number)(x)
+        return make.as_head(layer("tied_modules.embed"), x) if self.tied else layer("4")(x)
+
+
+def pipeline_of(task: Task) -> PipelineModule:
+    ends = [LayerSpec(make.Embed, VOCAB), LayerSpec(make.Head, VOCAB)]
+    if task.tied:
+        ends = [
+            TiedLayerSpec("embed", make.Embed, VOCAB),
+            TiedLayerSpec("embed", make.Embed, VOCAB, forward_fn=make.as_head),
+        ]
+    blocks = [LayerSpec(make.Block, buffers=task.buffers) for _ in range(2)]
+    layers = [ends[0], *blocks, LayerSpec(torch.nn.LayerNorm, make.HIDDEN), ends[1]]
+    return PipelineModule(
+        layers, num_stages=task.pp, loss_fn=make.loss_of, partition_method="uniform"
+    )
+
+
+def model_of(task: Task) -> torch.nn.Module:
+    torch.manual_seed(7 if task.load else 5)
+    net = pipeline_of(task) if task.pp else Layers(task)
+    for tensor in (*net.parameters(), *net.buffers()) if task.load else ():
+        tensor.data.add_(1)
+    for name, p in net.named_parameters():
+        p.requires_grad_(not task.freeze or task.freeze not in name)
+    return net
+
+
+def groups_of(task: Task, net: torch.nn.Module) -> list[dict[str, Any]]:
+    """What is loaded must come from the checkpoint, so an engine that loads begins with other hyper-parameters."""
+    trained = [p for p in net.parameters() if p.requires_grad]
+    cut = [[p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]]
+    wrong = 0.5 if task.load else 1.0
+    return [
+        {"params": g, "weight_decay": wrong * 0.1 / (i + 1), "lr": wrong * 1e-2 / (i + 1)}
+        for i, g in enumerate([trained] if task.groups == 1 else cut)
+        if g
+    ]
+
+
+def optimizer_of(task: Task, net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups_of(task, net), betas=(0.8 if task.load else 0.9, 0.95))
+
+
+def slower(step: int) -> float:
+    """The factor of the learning rate."""
+    return 1 / (1 + 0.3 * step)
+
+
+def config(task: Task, replicas: int) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH // replicas // task.accumulate,
+        "gradient_accumulation_steps": task.accumulate,
+        "steps_per_print": 10**6,
+        "gradient_clipping": 0.0,  # 1 by default, unlike in plain PyTorch
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": task.zero,
+            "stage3_param_persistence_threshold": 0,
+            "memory_efficient_linear": False,
+        },
+    }
+    if task.dtype == "bf16":
+        out["bf16"] = {"enabled": True}
+    if task.bf16_optimizer:
+        out["data_types"] = {"grad_accum_dtype": "fp32"}
+    return out
+
+
+def tokens_of(step: int) -> torch.Tensor:
+    """The batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, VOCAB, (BATCH, make.SEQ), generator=generator)
+
+
+class Engine:
+    """A DeepSpeed engine."""
+
+    def __init__(self, task: Task, net: torch.nn.Module | None = None) -> None:
+        vars(ds_groups).update({name: copy.copy(value) for name, value in _KEPT.items()})
+        ds_groups.mpu = ds_groups.mesh_device = None
+        self.task, self.net = task, net or model_of(task)
+        optimizer = optimizer_of(task, self.net)
+        self.engine, *_ = deepspeed.initialize(
+            model=self.net,
+            config=config(task, dist.get_world_size() // max(task.pp, 1)),
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, slower),
+        )
+
+    def step(self, number: int) -> float:
+        replicas = dist.get_world_size(self.engine.data_parallel_group)
+        replica = dist.get_rank(self.engine.data_parallel_group)
+        parts = tokens_of(number).chunk(replicas * self.task.accumulate)
+        parts = parts[replica * self.task.accumulate :][: self.task.accumulate]
+        if self.task.pp:
+            return float(self.engine.train_batch(iter([(part, part) for part in parts])))
+        total = 0.0
+        for part in parts:
+            loss = make.loss_of(self.engine(part), part)
+            self.engine.backward(loss)
+            self.engine.step()
+            total += float(loss.detach()) / self.task.accumulate
+        return total
+
+    def save(self, folder: Path) -> None:
+        for form in FORMS:
+            ucd.save(self.engine, str(folder / form), form=form, client_state={"iteration": 3})
+
+    def save_own(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder / "own"), client_state={"iteration": 3})
+
+    def load(self, url: str) -> Any:
+        return ucd.load(self.engine, url, rename=self.task.rename, certify=True)
+
+    def facts(self) -> dict[str, Any]:
+        counters = ("global_steps", "global_samples", "skipped_steps")
+        return {
+            "counters": [getattr(self.engine, name) for name in counters],
+            "lr": [g["lr"] for g in self.engine.optimizer.param_groups],
+        }
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+class Alone:
+    """Plain PyTorch in one process."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.net = task, model_of(task)
+        self.optimizer = optimizer_of(task, self.net)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, slower)
+
+    def step(self, number: int) -> float:
+        tokens = tokens_of(number)
+        loss = make.loss_of(self.net(tokens), tokens)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return float(loss.detach())
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.net, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
+
+    def save(self, folder: Path) -> None:
+        for form in FORMS:
+            ucformat.torch.save(self.state(), str(folder / form), step=3, form=form)
+
+    def save_own(self, folder: Path) -> None:
+        names = {id(p): n for n, p in self.net.named_parameters()}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(hold(self.net, self.optimizer, names).tensors, folder / "own.safetensors")
+
+    def load(self, url: str) -> Any:
+        return ucformat.torch.load(self.state(), url, rename=self.task.rename, certify=True)
+
+    def facts(self) -> dict[str, Any]:
+        return {"lr": [g["lr"] for g in self.optimizer.param_groups]}
+
+    def close(self) -> None:
+        pass
+
+
+def losses(trainer: Any, first: int) -> list[float]:
+    """The losses of three steps, over all ranks."""
+    found = torch.tensor([trainer.step(first + i) for i in range(3)], dtype=torch.float64)
+    dist.all_reduce(found)
+    return [float(x) / dist.get_world_size() for x in found]
+
+
+def run(task: Task, out: Path) -> None:
+    folder = out / task.name
+    trainer: Any = Alone(task) if task.zero is None else Engine(task)
+    facts: dict[str, Any] = {}
+    if task.load:
+        report = trainer.load(str(out / task.load / task.what))
+        facts["loaded"] = trainer.facts()
+        facts["report"] = [bool(report), bool(report.certificate), report.lineage.kind]
+        if task.zero is not None:
+            assert report.client_state == ({} if task.load == "alone" else {"iteration": 3})
+    else:
+        for step in range(3):
+            trainer.step(step)
+        trainer.save(folder)
+        facts["listed"] = group_of().links.kept[SavePlanner].listed != ()
+        facts["saved"] = trainer.facts()
+    if task.load:
+        trainer.save(folder / "again")
+    trainer.save_own(folder)
+    facts["losses"] = losses(trainer, 3)
+    if dist.get_rank() == 0:
+        (folder / "facts.json").write_text(json.dumps(facts, default=str))
+    trainer.close()
+
+
+class Counting(make.Block):  # type: ignore[name-defined,misc]
+    """A block that keeps a value which is neither parameter nor buffer."""
+
+    value: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+class Shifted(make.Embed):  # type: ignore[name-defined,misc]
+    """An embedding with a parameter that only its last use trains."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(vocab)
+        self.shift = torch.nn.Parameter(torch.zeros(vocab))
+
+
+def pipe(task: Task, layers: list[Any]) -> Engine:
+    """An engine of these layers on as many stages as there are ranks."""
+    stages = dist.get_world_size()
+    net = PipelineModule(
+        layers, num_stages=stages, loss_fn=make.loss_of, partition_method="uniform"
+    )
+    return Engine(task, net)
+
+
+def extras(_: Task, out: Path) -> dict[str, Any]:
+    """Extra states and buffers of all stages come back; a stage has its own alone."""
+    task = Task("", pp=2)
+    layers = [LayerSpec(make.Embed, VOCAB), *(LayerSpec(Counting, buffers=True) for _ in range(2))]
+    layers.append(LayerSpec(make.Head, VOCAB))
+    first = pipe(task, layers)
+    for name, part in first.net.named_modules():
+        if isinstance(part, Counting):
+            part.value = {"of": name}
+            part.scale += int(name)
+    first.step(0)
+    ucd.save(first.engine, str(out / "saved"))
+    first.close()
+    second = pipe(task, layers)
+    report = ucd.load(second.engine, str(out / "saved"), strict=True, certify=True)
+    found = [
+        part.value == {"of": name} and float(part.scale[0]) == int(name)
+        for name, part in second.net.named_modules()
+        if isinstance(part, Counting)
+    ]
+    second.close()
+    return {"good": all(found) and bool(report), "here": len(found)}
+
+
+def untied(_: Task, out: Path) -> dict[str, Any]:
+    """What DeepSpeed does not keep equal of a tied module is not saved as if it were."""
+
+    def shifted(embed: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ embed.weight.t() + embed.shift
+
+    task = Task("", pp=2, zero=0)
+    layers = [
+        TiedLayerSpec("embed", Shifted, VOCAB),
+        LayerSpec(make.Block, buffers=False),
+        TiedLayerSpec("embed", Shifted, VOCAB, forward_fn=shifted),
+    ]
+    trainer = pipe(task, layers)
+    trainer.step(0)
+    told = said(lambda: ucd.save(trainer.engine, str(out / "no")))
+    ucd.save(trainer.engine, str(out / "first"), replicas="first")
+    trainer.close()
+    return {"told": told, "committed": (out / "no").exists()}
+
+
+def said(act: Callable[[], Any]) -> str:
+    """The class of an error and what it says; nothing where there is none."""
+    try:
+        act()
+    except UcformatError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused(task: Task, out: Path) -> str:
+    """What a load says that is refused."""
+    trainer = Engine(task)
+    told = said(lambda: trainer.load(str(out.parent / task.load / task.what)))
+    trainer.close()
+    return told
+
+
+EDGES: dict[str, Callable[[Task, Path], Any]] = {
+    "extras": extras,
+    "untied": untied,
+    "refused": refused,
+}
+
+
+def main() -> None:
+    tasks, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # gloo does as well, and is not compiled first
+    )
+    deepspeed.init_distributed("gloo")
+    for spec in tasks:
+        task = Task(**spec)
+        if task.edge:
+            found: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(found, EDGES[task.edge](task, out / task.name))
+            if dist.get_rank() == 0:
+                (out / task.name).mkdir(exist_ok=True)
+                (out / task.name / "facts.json").write_text(json.dumps({"ranks": found}))
+        else:
+            run(task, out)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
