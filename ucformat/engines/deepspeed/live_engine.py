@@ -59,7 +59,7 @@ class EngineParts:
 
     def provides(self, name: str) -> bool:  # noqa: ARG002
         """Check whether this rank is the first of those whose modules have a tensor or a value."""
-        return dist.get_rank(self.engine.seq_data_parallel_group) == 0
+        return bool(dist.get_rank(self.engine.seq_data_parallel_group) == 0)
 
     @cached_property
     def _names(self) -> dict[int, str]:

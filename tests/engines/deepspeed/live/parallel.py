@@ -286,7 +286,7 @@ def run(task: Task, out: Path) -> None:
     trainer.close()
 
 
-class Counting(make.Block):  # type: ignore[name-defined,misc]
+class Counting(make.Block):  # type: ignore[name-defined]
     """A block that keeps a value which is neither parameter nor buffer."""
 
     value: Any = None
@@ -298,7 +298,7 @@ class Counting(make.Block):  # type: ignore[name-defined,misc]
         self.value = state
 
 
-class Shifted(make.Embed):  # type: ignore[name-defined,misc]
+class Shifted(make.Embed):  # type: ignore[name-defined]
     """An embedding with a parameter that only its last use trains."""
 
     def __init__(self, vocab: int) -> None:
