@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ucformat.engines.deepspeed.live_experts import local_experts
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.geometry.flat_buffer import FlatBuffer, part_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.engines.deepspeed.live_experts import LocalExperts
 
 
 #: Optimizers that keep the residual of gradient compression on each rank.
@@ -27,9 +30,9 @@ class EngineParts:
     """The parts of a DeepSpeed engine that is supported, as far as this rank has them.
 
     `optimizer` is DeepSpeed's, `inner` the torch optimizer inside it, which may be the same; both
-    are None if the engine only evaluates. `parameters` and `buffers` are those of this rank's stage,
-    under their names in the whole model. Tied parameters are listed once; `aliases` maps their
-    further names to that name. `stages` is the number of pipeline stages.
+    are None if the engine only evaluates. `parameters` and `buffers` are those of this rank's stage
+    and experts, under their names in the whole model. Tied parameters are listed once; `aliases`
+    maps their further names to that name. `stages` is the number of pipeline stages.
     """
 
     engine: Any
@@ -39,7 +42,8 @@ class EngineParts:
     parameters: Mapping[str, torch.nn.Parameter]
     buffers: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str]
-    stages: int = 1
+    stages: int
+    experts: LocalExperts
 
     @property
     def rank(self) -> int:
@@ -47,18 +51,22 @@ class EngineParts:
         return int(self.engine.global_rank)
 
     @property
-    def layout(self) -> dict[str, int]:
+    def layout(self) -> dict[str, Any]:
         """The ZeRO stage and the numbers of ranks, in the form of manifests."""
-        degrees = {axis: n for axis, n in (("pp", self.stages),) if n > 1}
+        degrees: dict[str, Any] = {"pp": self.stages} if self.stages > 1 else {}
+        degrees |= {"ep": self.experts.degrees} if self.experts else {}
         return {"zero": self.stage, "dp": int(self.engine.seq_dp_world_size), **degrees}
 
     @property
     def is_whole(self) -> bool:
         """Whether each rank has all modules of the model."""
-        return self.stages == 1
+        return self.stages == 1 and not self.experts
 
-    def provides(self, name: str) -> bool:  # noqa: ARG002
+    def provides(self, name: str) -> bool:
         """Check whether this rank is the first of those whose modules have a tensor or a value."""
+        layer = self.experts.layer_of(name)
+        if layer is not None:
+            return layer.is_first
         return bool(dist.get_rank(self.engine.seq_data_parallel_group) == 0)
 
     @cached_property
@@ -95,7 +103,8 @@ def inspect_engine(engine: Any) -> EngineParts:
         )
     _refuse_engine(engine)
     module = engine.module
-    parameters = dict(module.named_parameters())
+    experts = local_experts(engine)
+    parameters = {experts.whole_name(n): p for n, p in module.named_parameters()}
     optimizer = engine.optimizer
     if isinstance(optimizer, DummyOptim) or not hasattr(optimizer, "param_groups"):
         optimizer = None
@@ -104,13 +113,16 @@ def inspect_engine(engine: Any) -> EngineParts:
     for name, parameter in parameters.items():
         _refuse_parameter(name, parameter)
     first = {id(p): name for name, p in parameters.items()}
-    every = {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
+    named = module.named_parameters(remove_duplicate=False)
+    every = {experts.whole_name(n): first[id(p)] for n, p in named}
     aliases = {alias: name for alias, name in every.items() if alias != name}
     inner = None if optimizer is None else getattr(optimizer, "optimizer", optimizer)
     stage = int(engine.zero_optimization_stage())
     stages = int(module.num_pipeline_stages()) if engine.pipeline_parallelism else 1
-    buffers = _buffers(module)
-    return EngineParts(engine, stage, optimizer, inner, parameters, buffers, aliases, stages)
+    buffers = {experts.whole_name(n): buffer for n, buffer in _buffers(module).items()}
+    return EngineParts(
+        engine, stage, optimizer, inner, parameters, buffers, aliases, stages, experts
+    )
 
 
 def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -130,8 +142,8 @@ def _refuse_engine(engine: Any) -> None:
     grid = engine.grid if engine.pipeline_parallelism else None
     ranks = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
     unsupported = {
-        "expert parallelism (deepspeed.moe)": engine.has_moe_layers,
         "tensor parallelism": ranks > 1 or engine.autotp_size() > 1,
+        "experts in a pipeline": engine.pipeline_parallelism and engine.has_moe_layers,
         "ZenFlow": engine.zenflow,
     }
     for feature, is_used in unsupported.items():
@@ -139,8 +151,8 @@ def _refuse_engine(engine: Any) -> None:
             raise UnsupportedError(
                 f"a DeepSpeed engine with {feature} cannot be saved or loaded yet",
                 hint=(
-                    "use engine.save_checkpoint, or an engine with data parallelism and ZeRO 0 to 3, or "
-                    "a pipeline"
+                    "use engine.save_checkpoint, or an engine with data parallelism and ZeRO 0 to 3, pipelines "
+                    "and experts"
                 ),
             )
 

@@ -343,7 +343,10 @@ def with_extra_state(trainer: EngineParts) -> Iterator[tuple[str, torch.nn.Modul
     default = torch.nn.Module.get_extra_state
     for path, part in trainer.engine.module.named_modules():
         if type(part).get_extra_state is not default:
-            yield (f"{path}._extra_state" if path else "_extra_state"), part
+            yield (
+                trainer.experts.whole_name(f"{path}._extra_state" if path else "_extra_state"),
+                part,
+            )
 
 
 def _scaler(optimizer: Any) -> Any:
@@ -424,6 +427,8 @@ def client_values(
 #: Options that select an implementation, which the new engine does, or that are not
 #: hyper-parameters.
 _NOT_HYPER = frozenset(("state", "param_names", "foreach", "fused", "capturable", "differentiable"))
+#: Options by which DeepSpeed finds the ranks that have a group of experts.
+_OF_EXPERTS = frozenset(("name", "moe"))
 #: Options that are added during training, and so may exist only in the checkpoint.
 _ADDED = frozenset(("initial_lr", "step"))
 
@@ -446,7 +451,10 @@ def fit_groups(
             names.get(n, n) for entry in entries if entry.group == number for n in entry.shapes
         ]
         label = f"optimizer group {number}"
-        hypers = [_hyper(stored[n], group) for n in members if n in stored]
+        of_members = [stored[n] for n in members if n in stored]
+        of_experts = any("moe" in options for options in (group, *of_members))
+        ignored = _NOT_HYPER | _OF_EXPERTS if of_experts else _NOT_HYPER
+        hypers = [_hyper(options, group, ignored) for options in of_members]
         if members and not hypers:
             fit.missing.append(f"{label}: the hyper-parameters of {', '.join(members[:3])}")
             continue
@@ -465,8 +473,10 @@ def fit_groups(
     return fit
 
 
-def _hyper(options: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in options.items() if (k in group and k not in _NOT_HYPER) or k in _ADDED}
+def _hyper(
+    options: Mapping[str, Any], group: Mapping[str, Any], ignored: frozenset[str]
+) -> dict[str, Any]:
+    return {k: v for k, v in options.items() if (k in group and k not in ignored) or k in _ADDED}
 
 
 def fit_parts(

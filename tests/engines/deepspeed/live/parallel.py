@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "data" / "deepspeed"))
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups as ds_groups
 from safetensors.torch import save_file
@@ -55,6 +56,9 @@ class Task:
     model: str = "layers"
     zero: int | None = 1
     pp: int = 0
+    ep: int = 1
+    layers: int = 1  # of experts
+    data_first: bool = False  # use_data_before_expert_parallelism
     dtype: str = "fp32"
     tied: bool = False
     buffers: bool = False
@@ -108,7 +112,11 @@ def pipeline_of(task: Task) -> PipelineModule:
 
 def model_of(task: Task) -> torch.nn.Module:
     torch.manual_seed(7 if task.load else 5)
-    net = pipeline_of(task) if task.pp else Layers(task)
+    net: torch.nn.Module
+    if task.model == "experts":
+        net = make.Experts(VOCAB, task.ep, task.layers)
+    else:
+        net = pipeline_of(task) if task.pp else Layers(task)
     for tensor in (*net.parameters(), *net.buffers()) if task.load else ():
         tensor.data.add_(1)
     for name, p in net.named_parameters():
@@ -121,11 +129,15 @@ def groups_of(task: Task, net: torch.nn.Module) -> list[dict[str, Any]]:
     trained = [p for p in net.parameters() if p.requires_grad]
     cut = [[p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]]
     wrong = 0.5 if task.load else 1.0
-    return [
+    groups: list[dict[str, Any]] = [
         {"params": g, "weight_decay": wrong * 0.1 / (i + 1), "lr": wrong * 1e-2 / (i + 1)}
         for i, g in enumerate([trained] if task.groups == 1 else cut)
         if g
     ]
+    if task.model == "experts":
+        named = [{"name": f"group {i}", **group} for i, group in enumerate(groups)]
+        return split_params_into_different_moe_groups_for_optimizer(named)
+    return groups
 
 
 def optimizer_of(task: Task, net: torch.nn.Module) -> torch.optim.Optimizer:
@@ -153,6 +165,8 @@ def config(task: Task, replicas: int) -> dict[str, Any]:
     }
     if task.dtype == "bf16":
         out["bf16"] = {"enabled": True}
+    if task.data_first:
+        out["use_data_before_expert_parallelism"] = True
     if task.bf16_optimizer:
         out["data_types"] = {"grad_accum_dtype": "fp32"}
     return out
@@ -162,6 +176,14 @@ def tokens_of(step: int) -> torch.Tensor:
     """The batch of a step."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(0, VOCAB, (BATCH, make.SEQ), generator=generator)
+
+
+def loss_of(task: Task, net: Any, tokens: torch.Tensor) -> torch.Tensor:
+    own = task.model == "experts"
+    loss: torch.Tensor = (
+        net(input_ids=tokens, labels=tokens).loss if own else make.loss_of(net(tokens), tokens)
+    )
+    return loss
 
 
 class Engine:
@@ -188,7 +210,7 @@ class Engine:
             return float(self.engine.train_batch(iter([(part, part) for part in parts])))
         total = 0.0
         for part in parts:
-            loss = make.loss_of(self.engine(part), part)
+            loss = loss_of(self.task, self.engine, part)
             self.engine.backward(loss)
             self.engine.step()
             total += float(loss.detach()) / self.task.accumulate
@@ -225,7 +247,7 @@ class Alone:
 
     def step(self, number: int) -> float:
         tokens = tokens_of(number)
-        loss = make.loss_of(self.net(tokens), tokens)
+        loss = loss_of(self.task, self.net, tokens)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -270,7 +292,7 @@ def run(task: Task, out: Path) -> None:
         facts["loaded"] = trainer.facts()
         facts["report"] = [bool(report), bool(report.certificate), report.lineage.kind]
         if task.zero is not None:
-            assert report.client_state == ({} if task.load == "alone" else {"iteration": 3})
+            assert report.client_state == ({} if task.load == "pipe-none" else {"iteration": 3})
     else:
         for step in range(3):
             trainer.step(step)

@@ -23,7 +23,7 @@ Chosen = "Callable[[], Path]"
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("has_moe_layers", "expert parallelism"),
+        ("has_moe_layers", "AutoEP"),
         ("mp_world_size", "tensor parallelism"),
         ("zenflow", "ZenFlow"),
         ("optimizer.swap_optimizer", "NVMe"),
