@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Makes .engines/megatron, a virtual environment with the Megatron-Core that the tests run, on CPU; it takes PyTorch and
+# what else .venv has from there. Does nothing where it is.
+# UCFORMAT_MEGATRON_PYTHON, where set, names another interpreter that has it; then nothing is installed.
+set -eu
+root=$(cd "$(dirname "$0")/../.." && pwd)
+env=$root/.engines/megatron
+[ -z "${UCFORMAT_MEGATRON_PYTHON:-}" ] || { echo "using $UCFORMAT_MEGATRON_PYTHON"; mkdir -p "$env"; exit 0; }
+
+has_megatron() {
+  (cd / && "$env/bin/python" -c '
+import importlib.metadata as m
+import torch
+assert (m.version("megatron-core"), m.version("psutil")) == ("0.16.1", "7.2.2")') 2>/dev/null
+}
+
+if ! has_megatron; then
+  rm -rf "$env"
+  "${PYTHON:-python3}" -m venv "$env"
+  packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+  torch=$("$root/.venv/bin/python" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))')
+  echo "import site; site.addsitedir('$torch')" > "$(packages "$env/bin/python")/of_tests.pth"
+  # a wheel where there is one for this Python; its C++ extension is of no use here
+  "$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps megatron-core==0.16.1 psutil==7.2.2
+fi

@@ -1,0 +1,151 @@
+"""Train a tiny GPT of Megatron-Core under one layout, and save and load it on the way.
+
+Run by ranks that are forked with Megatron-Core imported: `train.py JOB`, JSON of the form `{"spec",
+"actions", "to"}`: the layout as in `tests/data/megatron/make.py`, what is done in order, and the
+file for the losses of the steps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tests.engines.megatron.live.beside  # noqa: F401
+
+ROWS, SEQUENCE = 4, 6  # of a batch
+
+
+def _maker() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "megatron_maker", Path(__file__).parents[3] / "data" / "megatron" / "make.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["megatron_maker"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Training:
+    """The model and its optimizer on one rank."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        from megatron.core import parallel_state as ps
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.transformer.moe import moe_utils
+
+        if not hasattr(moe_utils, "te_general_gemm"):  # a NameError without Transformer Engine
+            moe_utils.te_general_gemm = None
+        self.spec, self.ps = spec, ps
+        self.run = _maker().built(spec)
+        self.chunks, self.optimizer = self.run.chunks, self.run.optimizer
+        self.step_number = 0
+        for chunk in self.chunks:
+            chunk.eval()  # without dropout
+            chunk.config.finalize_model_grads_func = finalize_model_grads
+            chunk.config.grad_scale_func = self.optimizer.scale_loss
+            chunk.config.batch_p2p_comm = False
+        all_to_all = dist.all_to_all_single  # the expert dispatcher passes sizes as tensors
+
+        def with_lists(out: Any, own: Any, out_sizes: Any = None, own_sizes: Any = None, **how: Any) -> Any:
+            out_sizes, own_sizes = how.pop("output_split_sizes", out_sizes), how.pop("input_split_sizes", own_sizes)
+            sizes = (s.tolist() if hasattr(s, "tolist") else s for s in (out_sizes, own_sizes))
+            return all_to_all(out, own, *sizes, **how)
+
+        dist.all_to_all_single = with_lists
+
+    def step(self) -> float:
+        """One step, with the same batch of all data-parallel ranks together under every layout; the loss."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        rank, ranks = self.ps.get_data_parallel_rank(), self.ps.get_data_parallel_world_size()
+        g = torch.Generator().manual_seed(1000 + self.step_number)
+        tokens = torch.randint(0, 19, (ROWS, SEQUENCE), generator=g)
+        batches = [tokens[i : i + 1] for i in range(rank, ROWS, ranks)]
+        mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), 1)
+
+        def forward(iterator: Any, net: Any) -> Any:
+            x = next(iterator)
+            out = net(x, torch.arange(SEQUENCE).expand_as(x), mask, labels=torch.roll(x, -1, 1))
+            return out, lambda t: (t.float().mean(), {"loss": t.detach().float().mean()})
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        iterators = [iter(batches) for _ in self.chunks]
+        losses = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(batches),
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        self.optimizer.step()
+        self.step_number += 1
+        total = sum((x["loss"] for x in losses), torch.zeros(()))
+        dist.all_reduce(total)
+        return float(total) / ROWS / self.spec.get("tp", 1)
+
+    def model(self) -> dict[str, Any]:
+        states = [c.module.sharded_state_dict(metadata={}) for c in self.chunks]
+        if len(states) == 1:
+            return {"model": states[0]}
+        return {f"model{i}": state for i, state in enumerate(states)}
+
+    def state(self) -> dict[str, Any]:
+        args = Namespace(**vars(self.run.args), rank=dist.get_rank())
+        return {
+            **self.model(),
+            "optimizer": self.optimizer,
+            "args": args,
+            "iteration": self.step_number,
+            "checkpoint_version": 3.0,
+        }
+
+    def engines_own(self, folder: Path) -> None:
+        """Save with Megatron's own strategy, in a format that it may load under another layout."""
+        from megatron.core import dist_checkpointing
+
+        how = {"chained_optim_avoid_prefix": True}
+        if "optimizer" in self.spec:
+            how["distrib_optim_sharding_type"] = self.spec["optimizer"]
+        state = self.state()
+        state["optimizer"] = self.optimizer.sharded_state_dict(self.model(), metadata=dict(how))
+        folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        dist_checkpointing.save(state, str(folder), content_metadata=how)
+
+
+def main(job: dict[str, Any]) -> None:
+    import ucformat.torch.megatron
+
+    training = Training(job["spec"])
+    losses: list[float] = []
+    for action in job["actions"]:
+        for what, value in action.items():
+            if what == "train":
+                losses += [training.step() for _ in range(value)]
+            elif what == "save":
+                ucformat.torch.megatron.save(training.state(), value, **job.get("save", {}))
+            elif what == "async_save":
+                ucformat.torch.megatron.async_save(training.state(), value).wait()
+            elif what == "own":
+                training.engines_own(Path(value))
+    if dist.get_rank() == 0:
+        Path(job["to"]).write_text(json.dumps({"losses": losses}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

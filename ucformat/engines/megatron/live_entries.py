@@ -1,0 +1,210 @@
+"""The entries of Megatron's sharded state dicts: which boxes of which tensors this rank holds, by the names of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ucformat.engines.megatron.names import LOCAL, Bucket, StateKey, name_of, split_state_key
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import Key
+from ucformat.torch.state.subclasses import plain_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of a tensor that this rank holds, in the memory of `view`, which has the shape of the box.
+
+    Attributes:
+        shape: of the whole tensor, with the padding of a vocabulary.
+        resizable: whether Megatron also loads the tensor where it is padded to another size.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    box: Box
+    view: torch.Tensor
+    resizable: bool = False
+
+
+@dataclass(slots=True)
+class Entries:
+    """What a sharded state dict consists of.
+
+    Attributes:
+        tensors: the regions of each sharded tensor or factory, by path.
+        owners: the tensors from which these were made: parameters of the model, or states.
+        buckets: sharded tensors of flat buckets, by path.
+        objects: sharded objects, by path.
+        optimizers: live optimizers, by path.
+        plain: the values that are the same on all ranks.
+        items: the sharded tensors and factories themselves, by path.
+        local: whether norms have names of their own, as in the local specification of layers.
+    """
+
+    tensors: dict[Path, list[Region]] = field(default_factory=dict)
+    owners: dict[Path, torch.Tensor] = field(default_factory=dict)
+    buckets: dict[Path, Any] = field(default_factory=dict)
+    objects: dict[Path, Any] = field(default_factory=dict)
+    optimizers: dict[Path, Any] = field(default_factory=dict)
+    plain: dict[Any, Any] = field(default_factory=dict)
+    items: dict[Path, Any] = field(default_factory=dict)
+    local: bool = False
+
+    @property
+    def parameters(self) -> dict[int, list[Region]]:
+        """The regions of each parameter of the model, by its identity."""
+        return {id(self.owners[path]): regions for path, regions in self.tensors.items()}
+
+
+def read_entries(sharded_state_dict: Mapping[Any, Any], *, local: bool = False) -> Entries:
+    """Sort the entries of a sharded state dict, as `dist_checkpointing.save` takes it, and of live optimizers.
+
+    Args:
+        local: as in `Entries`, if it is known.
+
+    Raises:
+        UsageError: an entry has no data.
+        UnsupportedError: an optimizer's entry is of a format that is not known.
+    """
+    from megatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    entries = Entries()
+    leaves = list(_leaves((), sharded_state_dict))
+    sharded = [(p, v) for p, v in leaves if isinstance(v, ShardedTensor | ShardedTensorFactory)]
+    entries.local = local = local or any(_is_unfused(path, value.key) for path, value in sharded)
+    for path, value in leaves:
+        match value:
+            case ShardedTensor() if isinstance(split_state_key(value.key), Bucket):
+                entries.buckets[path] = value
+            case ShardedTensor():
+                entries.tensors[path] = list(_regions(value, local=local))
+                entries.owners[path], entries.items[path] = value.data, value
+            case ShardedTensorFactory():
+                built = [v for _, v in _leaves((), value.build())]
+                entries.tensors[path] = [r for v in built for r in _regions(v, local=local)]
+                entries.owners[path], entries.items[path] = value.data, value
+            case ShardedObject():
+                entries.objects[path] = value
+            case MegatronOptimizer():
+                entries.optimizers[path] = value
+            case LocalNonpersistentObject():
+                pass
+            case _:
+                _place(entries.plain, path, value)
+    return entries
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """The values of nested mappings, and of lists that contain entries, by path; a plain list is one value."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves((*path, key), inner)
+    elif isinstance(value, list) and _holds_entries(value):
+        for number, inner in enumerate(value):
+            yield from _leaves((*path, number), inner)
+    else:
+        yield path, value
+
+
+def _holds_entries(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_entries, value.values()))
+    if isinstance(value, list):
+        return any(map(_holds_entries, value))
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+
+    return isinstance(value, ShardedBase | LocalNonpersistentObject)
+
+
+def _place(into: dict[Any, Any], path: Path, value: Any) -> None:
+    *above, last = path
+    for part in above:
+        into = into.setdefault(part, {})
+    into[last] = value
+
+
+def _is_unfused(path: Path, key: str) -> bool:
+    """Whether a norm has a key that names the linear layer after it, in which it is not."""
+    name = str(path[-1]) if path else ""
+    return any(f".{fused}" in key and f".{unfused}" in f".{name}" for fused, unfused in LOCAL)
+
+
+def _regions(entry: Any, *, local: bool) -> Iterator[Region]:
+    """The regions of a sharded tensor: one for each layer and expert of which it has a part."""
+    parsed = split_state_key(entry.key)
+    if not isinstance(parsed, StateKey):
+        raise UnsupportedError(
+            f"{entry.key} is an optimizer's tensor that ucformat does not know",
+            hint="put the optimizer itself in its place in the state",
+        )
+    if entry.data is None:
+        raise UsageError(f"{entry.key} has no data", hint="pass the state dict of a live model")
+    if entry.flattened_range is not None:
+        raise UnsupportedError(
+            f"{entry.key} is a flat range, which Megatron-Core itself does not save any more",
+            hint="put the optimizer itself in its place in the state",
+        )
+    name = name_of(parsed.key, local=local)
+    data = plain_values(entry.key, entry.data.detach())
+    held = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
+    start, whole = tuple(entry.global_offset), tuple(entry.global_shape)
+    view, n = data[(None,) * entry.prepend_axis_num], name.leading
+    for index in product(*map(range, held[:n])):
+        at = tuple(a + i for a, i in zip(start, index, strict=False))
+        box, shape = Box(start[n:], held[n:]), whole[n:]
+        if name.half is not None:  # both halves of a gated projection have entries of their own
+            rows = shape[0]
+            shape = (2 * rows, *shape[1:])
+            box = box.shift((name.half * rows, *(0 for _ in shape[1:])))
+        yield Region(
+            Key(name.at(at), parsed.state), shape, box, view[index], bool(entry.allow_shape_mismatch)
+        )
+
+
+def joined_regions(regions: list[Region]) -> list[Region]:
+    """Regions of one tensor, those joined that follow each other both in it and in memory: halves that are not cut."""
+    out: list[Region] = []
+    for region in sorted(regions, key=lambda r: r.box):
+        last = out[-1] if out else None
+        if last is not None and (both := _joined(last, region)) is not None:
+            out[-1] = both
+        else:
+            out.append(region)
+    return out
+
+
+def _joined(a: Region, b: Region) -> Region | None:
+    if not a.box.shape or a.box.shape[1:] != b.box.shape[1:] or a.box.start[1:] != b.box.start[1:]:
+        return None
+    if a.box.start[0] + a.box.shape[0] != b.box.start[0] or not follows(a.view, b.view):
+        return None
+    shape = (a.box.shape[0] + b.box.shape[0], *a.box.shape[1:])
+    view = a.view.as_strided(shape, a.view.stride())
+    return replace(a, box=Box(a.box.start, shape), view=view)
+
+
+def follows(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a contiguous tensor follows another one in memory."""
+    return (
+        a.is_contiguous()
+        and b.is_contiguous()
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.storage_offset() + a.numel() == b.storage_offset()
+    )

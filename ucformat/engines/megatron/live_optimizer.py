@@ -1,0 +1,230 @@
+"""Live optimizers of Megatron-Core: the states that this rank holds, hyper-parameters by name, and how they are set.
+
+The distributed optimizer partitions buckets of its model chunks' parameters; no sharding type of
+its own sharded state dicts is used, so none has to be chosen, and nothing is gathered. Other
+optimizers hold whole states, which their own sharded state dicts name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ucformat.engines.megatron.live_entries import Entries, read_entries
+from ucformat.engines.megatron.live_shards import FlatRange, held_states, held_weights
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.geometry.tensor import Key
+from ucformat.torch.state.objects import encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ucformat.engines.megatron.live_entries import Region
+    from ucformat.engines.megatron.live_shards import Held, Layout, Rows
+
+#: What tells Megatron's optimizer groups apart, on all stages alike.
+IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """One state of one parameter in the distributed optimizer: the memory of this rank's range, or None."""
+
+    flat: FlatRange
+    state: str
+    dtype: torch.dtype
+    memory: torch.Tensor | None
+
+    def held(self, layout: Layout, rows: Rows) -> Iterator[Held]:
+        """What this rank holds of it."""
+        return held_states(self.flat, self.state, self.dtype, self.memory, layout, rows)
+
+
+class LivePart:
+    """One optimizer, or one of those that are chained.
+
+    Args:
+        regions: of the parameters of the model, by identity.
+    """
+
+    def __init__(self, optimizer: Any, regions: Mapping[int, list[Region]]) -> None:
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+        _refuse(optimizer)
+        self.optimizer, self._regions = optimizer, regions
+        self.distributed = isinstance(optimizer, DistributedOptimizer)
+        self.empty = bool(getattr(optimizer, "is_stub_optimizer", False))
+        self._mains = dict(self._pairs()) if not self.empty else {}
+
+    def _pairs(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each parameter of the model, and the tensor that the optimizer updates in its place.
+
+        Megatron's own index of them is wrong for groups with parameters of several dtypes.
+        """
+        optimizer = self.optimizer
+        if self.distributed:
+            lists = (
+                (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+                (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+            )
+        elif hasattr(optimizer, "float16_groups"):
+            lists = (
+                (optimizer.float16_groups, optimizer.fp32_from_float16_groups),
+                (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
+            )
+        else:
+            groups = [group["params"] for group in optimizer.optimizer.param_groups]
+            lists = ((groups, groups),)
+        for models, mains in lists:
+            for of_group, mains_of_group in zip(models, mains, strict=True):
+                for parameter, main in zip(of_group, mains_of_group, strict=True):
+                    yield id(parameter), main
+
+    def regions_of(self, parameter: torch.Tensor) -> list[Region]:
+        """The regions of a parameter of the model; UsageError if the model's state is not passed."""
+        if id(parameter) not in self._regions:
+            raise UsageError(
+                f"the optimizer has a parameter of shape {list(parameter.shape)} that is not in "
+                "the model's sharded state dict",
+                hint="pass that of all model chunks beside the optimizer, as sharded_state_dict() returns it",
+            )
+        return self._regions[id(parameter)]
+
+    def states(self) -> Iterator[LiveState]:
+        """The states of the distributed optimizer: those of every parameter of each bucket."""
+        dtypes: dict[str, torch.dtype] = {"master": torch.float32}
+        for main in self._mains.values():
+            dtypes |= {state: t.dtype for state, t in self._flat_states(main).items()}
+        for flat, main in self._ranges():
+            own = {} if main is None else {"master": main.detach(), **self._flat_states(main)}
+            for state, dtype in dtypes.items():
+                yield LiveState(flat, state, dtype, own.get(state))
+
+    def _flat_states(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The states of a range that have its shape; the rest must be the step."""
+        out = {}
+        for state, value in (self.optimizer.optimizer.state.get(main) or {}).items():
+            if torch.is_tensor(value) and value.shape == main.shape:
+                out[state] = value.detach()
+            elif state != "step":
+                raise UnsupportedError(
+                    f"the distributed optimizer has the state {state!r} of another shape than its "
+                    "parameter, which cannot be saved or loaded yet",
+                    hint="use Adam without 8-bit states",
+                )
+        return out
+
+    def _ranges(self) -> Iterator[tuple[FlatRange, torch.Tensor | None]]:
+        """Each parameter with its range on this rank, and the optimizer's tensor with it, if there is one."""
+        optimizer = self.optimizer
+        group = optimizer.data_parallel_group
+        ranks = tuple(dist.get_process_group_ranks(group))
+        for buffer, of_buffer in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
+            for of_dtype in of_buffer.values():
+                for number, (bucket, own) in enumerate(zip(buffer.buckets, of_dtype, strict=True)):
+                    part = bucket.grad_data.numel() // len(ranks)
+                    for parameter, where in buffer.param_index_map.items():
+                        begin, _, bucket_number = where
+                        if bucket_number != number:
+                            continue
+                        held = own["param_map"].get(parameter)
+                        start, stop = (
+                            (0, 0) if held is None else (held["param"].start, held["param"].end)
+                        )
+                        main = None if held is None else self._mains[id(parameter)]
+                        if main is not None and main.shape != (stop - start,):
+                            raise UnsupportedError(
+                                f"the distributed optimizer keeps {list(main.shape)} elements where "
+                                f"its range has {stop - start}",
+                                hint="report this model",
+                            )
+                        flat = FlatRange(
+                            *(parameter, self.regions_of(parameter), start, stop, part),
+                            *(begin - bucket.offset, ranks),
+                        )
+                        yield flat, main
+
+    def numbered_names(self) -> list[list[str]]:
+        """The names of the parameters that this rank holds any element of, for each group."""
+        inner = self.optimizer.optimizer
+        index = {
+            id(main): number for number, group in enumerate(inner.param_groups) for main in group["params"]
+        }
+        names: list[dict[str, None]] = [{} for _ in inner.param_groups]
+        for parameter, main in self._mains.items():
+            found = self._regions.get(parameter)
+            if found is not None and id(main) in index:
+                names[index[id(main)]] |= dict.fromkeys(r.key.name for r in found)
+        return [list(of_group) for of_group in names]
+
+    def step(self) -> float | int | None:
+        """The step of all parameters of this rank; None before the first one, and if it has none.
+
+        Raises:
+            UnsupportedError: parameters have different steps, which Megatron cannot restore.
+        """
+        inner = self.optimizer.optimizer
+        of_groups = [g["step"] for g in inner.param_groups if g["params"] and "step" in g]
+        steps = {float(s["step"]) for s in inner.state.values() if "step" in s} or set(of_groups)
+        if len(steps) > 1:
+            raise UnsupportedError(
+                f"the parameters of an optimizer have the steps {sorted(steps)[:5]}",
+                hint="Megatron-Core keeps one step for all of them",
+            )
+        return next(iter(steps), None)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups as the source has them: hyper-parameters, and the names of the parameters."""
+        step = self.step() if self.distributed else None
+        out = []
+        inner = self.optimizer.optimizer
+        for group, names in zip(inner.param_groups, self.numbered_names(), strict=True):
+            options = {k: v for k, v in group.items() if k not in ("params", "step")}
+            if step is not None or "step" in group:
+                options["step"] = group.get("step") if step is None else step
+            out.append(encode({"params": names, **options}, "an optimizer group"))
+        return out
+
+
+def _refuse(optimizer: Any) -> None:
+    """UnsupportedError if an optimizer's states are not where they are looked for."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import (
+        Float16OptimizerWithFloat16Params,
+        FP32Optimizer,
+    )
+
+    kind = type(optimizer).__name__
+    known = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+    if not isinstance(optimizer, known):
+        raise UnsupportedError(
+            f"the optimizer {kind} cannot be saved or loaded yet",
+            hint="use Adam with or without the distributed optimizer, or save the model alone",
+        )
+    inner = type(getattr(optimizer, "optimizer", None)).__name__
+    config = optimizer.config
+    unsupported = {
+        "Megatron-FSDP": getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False),
+        "the precision-aware optimizer": getattr(config, "use_precision_aware_optimizer", False),
+        "an optimizer offloaded to the CPU": inner == "HybridDeviceOptimizer",
+    }
+    for feature, is_used in unsupported.items():
+        if is_used:
+            raise UnsupportedError(
+                f"{feature} cannot be saved or loaded yet",
+                hint="save the model alone, or use Megatron's own checkpoint",
+            )
+
+
+def live_parts(optimizer: Any, regions: Mapping[int, list[Region]]) -> list[LivePart]:
+    """The parts of an optimizer: those that it chains, or itself."""
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    if type(optimizer) is ChainedOptimizer:
+        return [LivePart(one, regions) for one in optimizer.chained_optimizers]
+    return [LivePart(optimizer, regions)]
