@@ -1,5 +1,6 @@
 """Save and load trainings with Megatron-Core: universal checkpoints from any of its layouts, into any other."""
 
+from ucformat.engines.megatron.live_load import MegatronReport, load
 from ucformat.engines.megatron.live_save import async_save, collect, save
 
-__all__ = ["async_save", "collect", "save"]
+__all__ = ["MegatronReport", "async_save", "collect", "load", "save"]

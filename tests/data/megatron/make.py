@@ -176,6 +176,7 @@ def built(spec: dict[str, Any]) -> Run:
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=1,
+        context_parallel_size=spec.get("cp", 1),
     )
     torch.manual_seed(7 + 100 * ps.get_pipeline_model_parallel_rank())
     moe = (

@@ -16,7 +16,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.torch.state.subclasses import plain_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 Path = tuple[Any, ...]
 
@@ -49,6 +49,7 @@ class Entries:
         optimizers: live optimizers, by path.
         plain: the values that are the same on all ranks.
         items: the sharded tensors and factories themselves, by path.
+        built: what factories have built, by path.
         local: whether norms have names of their own, as in the local specification of layers.
     """
 
@@ -59,6 +60,7 @@ class Entries:
     optimizers: dict[Path, Any] = field(default_factory=dict)
     plain: dict[Any, Any] = field(default_factory=dict)
     items: dict[Path, Any] = field(default_factory=dict)
+    built: dict[Path, Any] = field(default_factory=dict)
     local: bool = False
 
     @property
@@ -97,7 +99,8 @@ def read_entries(sharded_state_dict: Mapping[Any, Any], *, local: bool = False) 
                 entries.tensors[path] = list(_regions(value, local=local))
                 entries.owners[path], entries.items[path] = value.data, value
             case ShardedTensorFactory():
-                built = [v for _, v in _leaves((), value.build())]
+                entries.built[path] = value.build()
+                built = [v for _, v in _leaves((), entries.built[path])]
                 entries.tensors[path] = [r for v in built for r in _regions(v, local=local)]
                 entries.owners[path], entries.items[path] = value.data, value
             case ShardedObject():
@@ -176,6 +179,45 @@ def _regions(entry: Any, *, local: bool) -> Iterator[Region]:
         yield Region(
             Key(name.at(at), parsed.state), shape, box, view[index], bool(entry.allow_shape_mismatch)
         )
+
+
+def loaded_tensor(entries: Entries, path: Path) -> torch.Tensor:
+    """The tensor of an entry after its regions are filled: that which it was made of, or what a factory merges."""
+    owner = entries.owners[path]
+    storage = owner.untyped_storage().data_ptr()
+    if all(r.view.untyped_storage().data_ptr() == storage for r in entries.tensors[path]):
+        return owner
+    merged: torch.Tensor = entries.items[path].merge_fn(_data_of(entries.built[path]))
+    with torch.no_grad():
+        owner.copy_(merged)
+    return owner
+
+
+def _data_of(built: Any) -> Any:
+    if isinstance(built, Mapping):
+        return {key: _data_of(inner) for key, inner in built.items()}
+    return [_data_of(inner) for inner in built] if isinstance(built, list) else built.data
+
+
+def rebuilt(value: Any, put: Callable[[Path], Any], path: Path = ()) -> Any:
+    """A state dict of the same structure, without plain values and live optimizers.
+
+    Args:
+        put: the value in the place of an entry.
+    """
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+
+    if isinstance(value, Mapping):
+        pairs = ((key, rebuilt(inner, put, (*path, key))) for key, inner in value.items())
+        return {key: inner for key, inner in pairs if inner is not _NOTHING}
+    if isinstance(value, list) and _holds_entries(value):
+        return [rebuilt(inner, put, (*path, number)) for number, inner in enumerate(value)]
+    if isinstance(value, LocalNonpersistentObject):
+        return value.unwrap()
+    return put(path) if isinstance(value, ShardedBase) else _NOTHING
+
+
+_NOTHING = object()
 
 
 def joined_regions(regions: list[Region]) -> list[Region]:

@@ -60,6 +60,7 @@ class LivePart:
         self.distributed = isinstance(optimizer, DistributedOptimizer)
         self.empty = bool(getattr(optimizer, "is_stub_optimizer", False))
         self._mains = dict(self._pairs()) if not self.empty else {}
+        self._made: list[torch.Tensor] = []
 
     def _pairs(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Each parameter of the model, and the tensor that the optimizer updates in its place.
@@ -104,6 +105,13 @@ class LivePart:
             own = {} if main is None else {"master": main.detach(), **self._flat_states(main)}
             for state, dtype in dtypes.items():
                 yield LiveState(flat, state, dtype, own.get(state))
+
+    def is_shared(self, state: LiveState) -> bool:
+        """Whether the memory of a state is that of the parameter itself, as of an fp32 model."""
+        if state.memory is None:
+            return False
+        own, whole = state.memory, state.flat.parameter
+        return own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
     def _flat_states(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
         """The states of a range that have its shape; the rest must be the step."""
@@ -160,7 +168,8 @@ class LivePart:
             found = self._regions.get(parameter)
             if found is not None and id(main) in index:
                 names[index[id(main)]] |= dict.fromkeys(r.key.name for r in found)
-        return [list(of_group) for of_group in names]
+        order = {r.key.name: n for n, r in enumerate(r for rs in self._regions.values() for r in rs)}
+        return [sorted(of_group, key=order.__getitem__) for of_group in names]
 
     def step(self) -> float | int | None:
         """The step of all parameters of this rank; None before the first one, and if it has none.
@@ -189,6 +198,34 @@ class LivePart:
                 options["step"] = group.get("step") if step is None else step
             out.append(encode({"params": names, **options}, "an optimizer group"))
         return out
+
+
+    def make_states(self) -> None:
+        """Make the states that the first step would make, where there are none; `undo` deletes them."""
+        inner = self.optimizer.optimizer
+        before = {id(p) for p, states in inner.state.items() if states}
+        if self.optimizer.init_state_fn is not None:
+            self.optimizer.init_state_fn(inner, self.optimizer.config)
+        for parameter, states in inner.state.items():
+            if id(parameter) not in before:
+                self._made.append(parameter)
+                if isinstance(inner, torch.optim.Adam):  # which a step of PyTorch's would make
+                    states.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+    def undo(self) -> None:
+        """Delete the states that were made."""
+        for parameter in self._made:
+            self.optimizer.optimizer.state.pop(parameter, None)
+
+    def put_step(self, step: float) -> None:
+        """Set the step of all parameters, each in memory of its own, in which PyTorch counts it."""
+        inner = self.optimizer.optimizer
+        for states in inner.state.values():
+            if "step" in states:
+                states["step"] = torch.tensor(float(step), dtype=torch.float32)
+        for group in inner.param_groups:
+            if "step" in group:
+                group["step"] = type(group["step"])(step)
 
 
 def _refuse(optimizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -51,25 +52,25 @@ class LiveModel:
     Args:
         vocab_size: the rows of the vocabulary without padding (None: as the `args` among the
             entries say, if they are there).
+        rows: the rows of a vocabulary, if neither says it.
     """
 
-    def __init__(self, sharded_state_dict: Mapping[str, Any], vocab_size: int | None) -> None:
+    def __init__(
+        self,
+        sharded_state_dict: Mapping[str, Any],
+        vocab_size: int | None,
+        *,
+        rows: Rows | None = None,
+    ) -> None:
         self.entries = entries = read_entries(sharded_state_dict)
+        self._rows = rows
         self.layout = Layout()
         recorded = entries.plain.get("args")
         values = vars(recorded) if isinstance(recorded, Namespace) else recorded
         self.args = MegatronArguments.of(values, vocab_size, "the state")
         regions = entries.parameters
+        self._resizable = {r.key.name for rs in regions.values() for r in rs if r.resizable}
         self.parts = [p for o in entries.optimizers.values() for p in live_parts(o, regions)]
-        whole = [part for part in self.parts if not part.distributed]
-        model = {path: item for path, item in entries.items.items()}
-        #: What optimizers that are not distributed say themselves, by their number.
-        self.said = {
-            self.parts.index(part): read_entries(
-                part.optimizer.sharded_state_dict(model), local=entries.local
-            )
-            for part in whole
-        }
         if entries.buckets and not self.parts:
             key = next(iter(entries.buckets.values())).key
             raise UnsupportedError(
@@ -83,7 +84,19 @@ class LiveModel:
 
     def rows(self, name: str, stored: int) -> int:
         """The rows of a vocabulary without its padding."""
-        return self.args.rows(name, stored)
+        rows = self.args.rows(name, stored)
+        return rows if self._rows is None or name not in self._resizable else self._rows(name, rows)
+
+    @cached_property
+    def said(self) -> dict[int, Entries]:
+        """What optimizers that are not distributed say themselves, by their number."""
+        return {
+            number: read_entries(
+                part.optimizer.sharded_state_dict(dict(self.entries.items)), local=self.entries.local
+            )
+            for number, part in enumerate(self.parts)
+            if not part.distributed
+        }
 
     def weights(self) -> list[Held]:
         """What this rank holds of the tensors that the state dict names, and of whole states."""

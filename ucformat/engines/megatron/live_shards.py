@@ -111,6 +111,12 @@ class Held:
         )
         return LocalShard(self.info, tuple(pieces), memory, self.distribution)
 
+    def first_rows(self, count: int) -> Held:
+        """What this rank holds of the first rows of the tensor."""
+        part = _Rows(self.info.key, 0, (count, *self.info.shape[1:]))
+        boxes = tuple(pair for b in self.boxes if (pair := part.clip(*b)) is not None)
+        return Held(replace(self.info, shape=part.shape), boxes)
+
     def targets(self) -> Iterator[LocalShard]:
         """Each box as a shard of its own, to be filled; one without memory if there are none."""
         if not self.boxes:

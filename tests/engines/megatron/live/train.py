@@ -45,9 +45,12 @@ class Training:
         if not hasattr(moe_utils, "te_general_gemm"):  # a NameError without Transformer Engine
             moe_utils.te_general_gemm = None
         self.spec, self.ps = spec, ps
-        self.run = _maker().built(spec)
+        maker = _maker()
+        maker.VOCAB = spec.get("vocab", maker.VOCAB)
+        self.run = maker.built(spec)
         self.chunks, self.optimizer = self.run.chunks, self.run.optimizer
         self.step_number = 0
+        self.told: dict[str, Any] = {}
         for chunk in self.chunks:
             chunk.eval()  # without dropout
             chunk.config.finalize_model_grads_func = finalize_model_grads
@@ -112,6 +115,21 @@ class Training:
             "checkpoint_version": 3.0,
         }
 
+    def load(self, place: str, **how: Any) -> None:
+        import ucformat.torch.megatron
+
+        state = {**self.model(), "optimizer": self.optimizer}
+        report = ucformat.torch.megatron.load(state, place, **how)
+        self.told = {
+            "left": report.left,
+            "problems": report.problems.lines(unexpected=True),
+            "complete": bool(report),
+            "state": sorted(report.state),
+        }
+        for name, chunk in zip(self.model(), self.chunks, strict=True):
+            chunk.module.load_state_dict(report.state[name])
+        self.step_number = report.state["iteration"]
+
     def engines_own(self, folder: Path) -> None:
         """Save with Megatron's own strategy, in a format that it may load under another layout."""
         from megatron.core import dist_checkpointing
@@ -139,10 +157,12 @@ def main(job: dict[str, Any]) -> None:
                 ucformat.torch.megatron.save(training.state(), value, **job.get("save", {}))
             elif what == "async_save":
                 ucformat.torch.megatron.async_save(training.state(), value).wait()
+            elif what == "load":
+                training.load(value, **job.get("load", {}))
             elif what == "own":
                 training.engines_own(Path(value))
     if dist.get_rank() == 0:
-        Path(job["to"]).write_text(json.dumps({"losses": losses}))
+        Path(job["to"]).write_text(json.dumps({"losses": losses, **training.told}))
     dist.barrier()
     dist.destroy_process_group()
 

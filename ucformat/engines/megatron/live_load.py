@@ -1,0 +1,377 @@
+"""`load`: fills what the ranks of Megatron-Core hold from a checkpoint of any engine and layout."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+
+from ucformat.engines.megatron.live_entries import loaded_tensor, rebuilt
+from ucformat.engines.megatron.live_optimizer import IDENTIFIERS
+from ucformat.engines.megatron.live_save import LiveModel, aliases_of
+from ucformat.errors import UcformatError, check_keywords, refuse_arguments
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import Key, TensorInfo
+from ucformat.torch.comm.group import TIMEOUT, group_for_call
+from ucformat.torch.loading.arguments import LoadOptions, RestoreArguments
+from ucformat.torch.loading.load import LoadReport, LoadTargets, load_local
+from ucformat.torch.loading.match import PARAMETER, Matched, Problems, holds_training, match, stored_names
+from ucformat.torch.loading.read import read
+from ucformat.torch.loading.share import open_together, read_shared
+from ucformat.torch.loading.values import FittedValues
+from ucformat.torch.state.collect import ValueSlot
+from ucformat.torch.state.local import LocalShard, local_of
+from ucformat.torch.state.memory import torch_dtype
+from ucformat.torch.state.objects import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from os import PathLike
+
+    import torch.distributed as dist
+
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.engines.megatron.live_optimizer import LivePart
+    from ucformat.engines.megatron.live_shards import Held
+    from ucformat.reading.execute import ReadOptions
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.loading.match import Strict
+    from ucformat.torch.loading.read import ReadAmount
+
+__all__ = ["MegatronReport", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronReport(LoadReport):
+    """The result of a load with Megatron-Core; see `LoadReport`.
+
+    `state` is the state dict that `dist_checkpointing.load` would return: the values that the
+    checkpoint has as the same on all ranks (`args`, `iteration`, …), and what the sharded state
+    dict asked for, in its structure. Its tensors are those of the model, which are filled.
+    """
+
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def load(
+    sharded_state_dict: Mapping[str, Any],
+    ref: str | PathLike[str] | Checkpoint,
+    *,
+    strict: Strict = "report",
+    vocab_size: int | None = None,
+    **arguments: Unpack[RestoreArguments],
+) -> MegatronReport:
+    """Load a checkpoint into a training with Megatron-Core; all ranks call this together.
+
+    Each rank reads what it holds straight into its memory: into parameters, and into the partitions
+    of the distributed optimizer, whose step and hyper-parameters are set, too. All mismatches are
+    found before anything is changed, and raised in one error on all ranks.
+
+    Args:
+        sharded_state_dict: as for `save`: with the optimizer itself, or without it for weights
+            alone.
+        ref: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open
+            checkpoint; Megatron's own and those of `save` under any layout need no view.
+        strict: as for `ucformat.torch.load`.
+        vocab_size: the rows of the vocabulary without padding (default: as the checkpoint has them).
+        arguments: those of `RestoreArguments`, by keyword, as for `ucformat.torch.load`, but
+            `names`.
+
+    Raises:
+        StateMismatch: the checkpoint does not fit; the message lists all mismatches.
+        UnsupportedError: an optimizer's state cannot be loaded yet.
+        ChecksumError: a chunk does not match its checksum.
+        UcformatError: a rank failed or died. Every rank gets the same error.
+    """
+    check_keywords("load", arguments, RestoreArguments)
+    refuse_arguments("ucformat.torch.megatron.load", arguments, _REFUSED)
+    with group_for_call("load", ref, timeout=arguments.get("timeout", TIMEOUT)) as group:
+        with group.sharing_errors():
+            options = LoadOptions.of(strict, arguments)
+        plan = _Plan(options)
+        try:
+            ck = open_together(ref, group)
+            with group.sharing_errors():
+                plan.make(sharded_state_dict, ck, vocab_size)
+            report = load_local(plan.targets(), ck, group, plan.options, plan.names)
+        except BaseException:
+            plan.undo()
+            raise
+        with group.sharing_errors():
+            state = plan.state(sharded_state_dict)
+    return MegatronReport(**{f.name: getattr(report, f.name) for f in fields(report)}, state=state)
+
+
+_REFUSED = {
+    "names": "the keys of the sharded state dict are the names in the whole model",
+    "certify": "save what is held now with `save`, and compare with `ucp diff`",
+}
+
+
+class _Plan:
+    """What this rank reads, and how it is applied; before, only missing states of optimizers are made."""
+
+    live: LiveModel
+    ck: Checkpoint
+    names: dict[str, str]
+
+    def __init__(self, options: LoadOptions) -> None:
+        self.options = options
+        self.problems = Problems()
+        self.values = FittedValues()
+        self._tensors: list[LocalShard] = []
+        self._padding: list[Matched] = []
+        self._steps: list[tuple[LivePart, float]] = []
+        self._forgotten: list[LivePart] = []
+        self._objects: dict[tuple[Any, ...], Any] = {}
+        self._parts: list[LivePart] = []
+
+    def make(self, state: Mapping[str, Any], ck: Checkpoint, vocab_size: int | None) -> None:
+        """Match the state with the checkpoint."""
+        self.ck, self.names = ck, stored_names(ck, self.options.rename)
+        self.live = live = LiveModel(state, vocab_size, rows=self._stored_rows)
+        self._parts = live.parts
+        for part in live.parts:
+            if not part.empty:
+                part.make_states()
+                self._want_optimizer(part)
+        for held in (*live.weights(), *self._states()):
+            self._want(held)
+        self._want_objects()
+        self.problems |= self.values.problems()
+
+    def targets(self) -> LoadTargets:
+        """What this rank asks of the checkpoint."""
+        optimizer = bool(self.live.parts)
+        handled = tuple(
+            f"{key.name}.{key.state}" for key in self.ck.tensors if key.state.endswith(".padding")
+        )
+        self.options = replace(self.options, leave=(*self.options.leave, *handled))
+        return LoadTargets(
+            self._tensors,
+            aliases_of(self.live),
+            self.problems,
+            self._put,
+            self.live.layout.degrees,
+            stateful=optimizer and holds_training(self.ck),
+            optimizer=optimizer,
+            fill=self._fill,
+        )
+
+    def _fill(
+        self,
+        ck: Checkpoint,
+        matched: Sequence[Matched],
+        ranks: Group,
+        replicas: dist.ProcessGroup | None,
+        options: ReadOptions,
+    ) -> ReadAmount:
+        """Fill the targets, and the padding of a vocabulary, which need not be complete."""
+        return read_shared(ck, [*matched, *self._padding], ranks, replicas, options)
+
+    def _stored(self, key: Key) -> TensorInfo | None:
+        """What the checkpoint has under a name and state of the model; of a parameter either of its states."""
+        name = self.names.get(key.name, key.name)
+        states = PARAMETER if key.state in PARAMETER else (key.state,)
+        return next((i for s in states if (i := self.ck.tensors.get(Key(name, s))) is not None), None)
+
+    def _stored_rows(self, name: str, held: int) -> int:
+        """The rows of a vocabulary that the checkpoint has without padding, if they are fewer than those here."""
+        info = self._stored(Key(name, "weight"))
+        return held if info is None or not info.shape else min(held, info.shape[0])
+
+    def _want(self, held: Held) -> None:
+        """Ask for a tensor; of the padding of a vocabulary as many rows as there are."""
+        if not held.info.state.endswith(".padding"):
+            self._tensors += held.targets()
+            return
+        stored = self._stored_padding(held.info)
+        rows = 0 if stored is None else stored.shape[0]
+        if rows != held.info.shape[0] and held.info.state == "weight.padding":
+            self.values.inexact.append(
+                f"{held.info.name} is padded by {held.info.shape[0]} rows, in the checkpoint by "
+                f"{rows}; rows that only one has stay as they are, or are not loaded"
+            )
+        if stored is None or stored.dtype != held.info.dtype:
+            return
+        if rows < held.info.shape[0]:
+            held = held.first_rows(rows)
+        info = replace(held.info, shape=stored.shape)
+        for target in held.targets():
+            self._padding.append(Matched(replace_info(target, info), stored))
+
+    def _stored_padding(self, info: TensorInfo) -> TensorInfo | None:
+        name, state = self.names.get(info.name, info.name), info.state
+        stored = self.ck.tensors.get(Key(name, state))
+        if stored is None and state == "master.padding":
+            stored = self.ck.tensors.get(Key(name, "weight.padding"))
+        return stored
+
+    def _states(self) -> Iterator[Held]:
+        """The states of distributed optimizers, but what is a parameter's own memory."""
+        for part in self.live.parts:
+            if part.distributed and not part.empty:
+                for state in part.states():
+                    if not part.is_shared(state) and (
+                        state.state == "master" or part not in self._forgotten
+                    ):
+                        yield from state.held(self.live.layout, self.live.rows)
+
+    def _want_optimizer(self, part: LivePart) -> None:
+        """Make an optimizer's states, and match its step and hyper-parameters."""
+        if not holds_training(self.ck):
+            lacking = (
+                "all optimizer states: the checkpoint contains only weights (leave the optimizer "
+                "out of the state to load these)"
+            )
+            self.problems |= Problems(missing=(lacking,))
+            return
+        names = [name for of_group in part.numbered_names() for name in of_group]
+        trained = {k.name for k in self.ck.tensors if k.state not in (*PARAMETER, "step")}
+        if not any(not k.endswith(".padding") for k in trained):
+            self._forgotten.append(part)  # saved before the first step
+        else:
+            step = self._step(names)
+            if step is not None:
+                self._steps.append((part, step))
+        self._want_groups(part)
+
+    def _step(self, names: Sequence[str]) -> float | None:
+        """The step of these parameters, which must be one for all of them."""
+        recorded: dict[float, str] = {}
+        options = {p: g.options for g in self.ck.manifest.groups for p in g.params}
+        scalars = []
+        for name in names:
+            stored = self.names.get(name, name)
+            info = self.ck.tensors.get(Key(stored, "step"))
+            if info is not None and not info.shape:
+                scalar = torch.zeros((), dtype=torch_dtype(info.dtype))
+                scalars.append(local_of(name, "step", scalar))
+                continue
+            of_group = options.get(stored, {})
+            value = of_group.get("step", (of_group.get("state") or {}).get("step"))
+            value = value.get(stored) if isinstance(value, Mapping) else value
+            if value is not None:
+                recorded.setdefault(float(decode(value)), name)
+        matched, problems, _ = match(scalars, {}, self.ck, self.names, cast=True)
+        read(self.ck, matched)
+        self.problems |= problems
+        # so that they are not unexpected
+        self._tensors += [LocalShard(s.info, (), s.tensor) for s in scalars]
+        for scalar in scalars:
+            recorded.setdefault(float(scalar.tensor), scalar.info.name)
+        if len(recorded) > 1:
+            (a, one), (b, other), *_ = recorded.items()
+            self.values.others.append(
+                f"step is {a:g} for {one} and {b:g} for {other}, but Megatron-Core keeps one value "
+                "for both"
+            )
+        if not recorded and names:
+            self.values.missing.append(f"the step of {names[0]}")
+        return next(iter(recorded), None)
+
+    def _want_groups(self, part: LivePart) -> None:
+        """Match optimizer groups by the names of their parameters, and groups without any by Megatron's identifiers."""
+        stored = {name: g.options for g in self.ck.manifest.groups for name in g.params}
+        groups = part.optimizer.optimizer.param_groups
+        for number, (group, names) in enumerate(zip(groups, part.numbered_names(), strict=True)):
+            label = f"optimizer group {number}"
+            found = [o for n in names if (o := stored.get(self.names.get(n, n))) is not None]
+            found = found or [
+                g.options
+                for g in self.ck.manifest.groups
+                if all(g.options.get(i) == group.get(i) for i in IDENTIFIERS)
+            ]
+            if names and not found:
+                self.values.missing.append(f"{label}: the hyper-parameters of {', '.join(names[:3])}")
+                continue
+            hypers = [{k: v for k, v in o.items() if k in group and k not in _NOT_HYPER} for o in found]
+            differing = sorted({k for h in hypers for k in h if h[k] != hypers[0].get(k)})
+            if differing:
+                self.values.others.append(
+                    f"{label}: its parameters were in groups with different {', '.join(differing)}"
+                )
+                continue
+            for key, value in hypers[0].items() if hypers else ():
+                current = group[key]
+                slot = ValueSlot(current, lambda new, g=group, k=key: g.__setitem__(k, new))
+                self.values.fit(f"the hyper-parameter {key} of {label}", slot, decode(value, current))
+
+    def _want_objects(self) -> None:
+        """Match sharded objects, by their keys and shards."""
+        for path, item in self.live.entries.objects.items():
+            key, _, shard = item.unique_key.rpartition("/shard_")
+            sharded = self.ck.objects.get(key)
+            stored = self.ck.objects.get(item.unique_key, _ABSENT)
+            if stored is _ABSENT and isinstance(sharded, Mapping):
+                stored = sharded.get(shard.split("_")[0], _ABSENT)
+            label = f"the object {item.unique_key}"
+            if stored is _ABSENT:
+                empty = item.data is None and key.endswith("_extra_state")
+                if not empty:
+                    self.values.missing.append(label)
+                self._objects[path] = item.data
+                continue
+            with self.values.decoding(label) as lost:
+                self._objects[path] = decode(
+                    stored, item.data, trust=self.options.trust, lost=lost
+                )
+
+    def _put(self) -> None:
+        """Apply what was read."""
+        self.values.put()
+        for part in self._forgotten:
+            part.optimizer.optimizer.state.clear()
+        for part, step in self._steps:
+            part.put_step(step)
+
+    def undo(self) -> None:
+        """Delete the states that were made."""
+        for part in self._parts:
+            part.undo()
+
+    def state(self, sharded_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The state dict that was loaded, as Megatron returns it."""
+        from megatron.core.dist_checkpointing.dict_utils import merge
+
+        entries = self.live.entries
+
+        def put(path: tuple[Any, ...]) -> Any:
+            if path in entries.objects:
+                return self._objects.get(path)
+            return loaded_tensor(entries, path)
+
+        common = {}
+        if self.ck.manifest.producer.get("engine.name", self.ck.kind) in ("megatron-core", "megatron"):
+            asked = {item.key for item in entries.objects.values()}
+            for name, value in self.ck.objects.items():
+                if name in asked or _SHARD.search(name) or "." in name:
+                    continue
+                common[name] = decode(value, trust=self.options.trust)
+            if isinstance(common.get("args"), dict):
+                common["args"] = Namespace(**common["args"])
+        if self.ck.metadata.step is not None:
+            common.setdefault("iteration", self.ck.metadata.step)
+        own = {k: v for k, v in rebuilt(sharded_state_dict, put).items() if v != {}}
+        for key in own.keys() & common.keys():
+            if not isinstance(own[key], dict) or not isinstance(common[key], dict):
+                common.pop(key)
+        merged: dict[str, Any] = merge(common, own)
+        return merged
+
+
+_ABSENT = object()
+_SHARD = re.compile(r"/shard_[\d.]*_[\d.]*$")
+#: Options that select an implementation, or are no hyper-parameters.
+_NOT_HYPER = frozenset(
+    ("params", "state", "step", "foreach", "fused", "capturable", "differentiable", "default_config", *IDENTIFIERS)
+)
+
+
+def replace_info(target: LocalShard, info: TensorInfo) -> LocalShard:
+    """The same pieces of a tensor that is larger."""
+    return LocalShard(info, target.pieces, target.tensor)
