@@ -9,6 +9,7 @@ ENGINE := .engines/deepspeed/.installed
 ORBAX := .engines/orbax/.installed
 VLLM := .engines/vllm/.installed
 TITAN := .engines/torchtitan/.installed
+MEGATRON := .engines/megatron/.installed
 # Tests start thousands of processes, which would compile the package anew where Python may not write bytecode itself.
 COMPILE := $(BIN)/python -m compileall -q ucformat
 # The two environments are made side by side, and what is ready is checked meanwhile.
@@ -39,7 +40,12 @@ $(TITAN): tests/engines/install_torchtitan.sh $(STAMP)
 	PYTHON=$(PYTHON) bash tests/engines/install_torchtitan.sh
 	touch $@
 
-engines: $(ENGINE) $(ORBAX)
+# 45 MB beside what .venv has
+$(MEGATRON): tests/engines/install_megatron.sh $(STAMP)
+	PYTHON=$(PYTHON) bash tests/engines/install_megatron.sh
+	touch $@
+
+engines: $(ENGINE) $(ORBAX) $(MEGATRON)
 
 ## demo: train with DeepSpeed ZeRO-3, convert, read slices under other layouts, compare
 demo: $(STAMP) $(ENGINE)
@@ -52,13 +58,13 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 ## test: the first tier, in about 10 minutes on two cores: every behaviour and every family once from end to end
-test: check $(ENGINE)
+test: check $(ENGINE) $(MEGATRON)
 	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not matrix"
 
 ## test-all: both tiers (hours): also PostgreSQL, processes on S3, 4 ranks and more, every kill, schedule, power failure
 ## and mutated input, all configurations of engines, and other random examples each time
-test-all: check $(ENGINE) $(ORBAX)
+test-all: check $(ENGINE) $(ORBAX) $(MEGATRON)
 	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=explore
 

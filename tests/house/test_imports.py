@@ -84,6 +84,7 @@ FACES = {"cli", "testing", "web", "__init__", "__main__"}
 INTEGRATIONS = {
     ROOT / "torch/__init__.py",
     ROOT / "torch/deepspeed.py",
+    ROOT / "torch/megatron.py",
     *(ROOT / "torch/integrations").glob("*.py"),
 }
 
@@ -123,7 +124,7 @@ OUTSIDE: dict[str, set[str]] = {
     "engines/deepspeed": {"deepspeed", "ml_dtypes", "numpy", "torch"},
     "engines/huggingface": {"accelerate", "torch", "transformers"},
     "engines/lightning": {"lightning", "torch"},
-    "engines/megatron": {"ml_dtypes", "numpy"},
+    "engines/megatron": {"megatron", "ml_dtypes", "numpy", "torch"},
     "engines/numpy": {"numpy"},
     "engines/orbax": {"numcodecs", "numpy", "tensorstore"},
     "engines/pytorch": {"numpy", "torch"},

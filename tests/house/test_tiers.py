@@ -36,6 +36,7 @@ FAMILIES = {
     "an export to an object store": "exporters/test_objects.py::test_the_bytes_are_those_on_a_disk",
     # each live integration
     "engines of DeepSpeed": "engines/deepspeed/live/test_engines.py::test_training_goes_on_as_if_it_had",
+    "Megatron-Core": "engines/megatron/live/test_layouts.py::test_a_training_goes_on_under",
     "trainers of Hugging Face": "engines/huggingface/test_live.py::test_hugging_face",
     "Lightning": "engines/lightning/test_live.py::test_lightning",
     "torchtitan": "engines/torchtitan/test_live.py::test_torchtitan",

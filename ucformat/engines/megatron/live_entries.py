@@ -1,10 +1,13 @@
-"""The entries of Megatron's sharded state dicts: which boxes of which tensors this rank holds, by the names of the source."""
+"""The entries of Megatron's sharded state dicts: which boxes this rank holds of which tensors."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +19,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.torch.state.subclasses import plain_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 Path = tuple[Any, ...]
 
@@ -37,7 +40,7 @@ class Region:
     resizable: bool = False
 
 
-@dataclass(slots=True)
+@dataclass
 class Entries:
     """What a sharded state dict consists of.
 
@@ -63,10 +66,32 @@ class Entries:
     built: dict[Path, Any] = field(default_factory=dict)
     local: bool = False
 
-    @property
-    def parameters(self) -> dict[int, list[Region]]:
-        """The regions of each parameter of the model, by its identity."""
-        return {id(self.owners[path]): regions for path, regions in self.tensors.items()}
+    @cached_property
+    def weights(self) -> WeightRegions:
+        """The regions of the model's weights, by their memory."""
+        regions = (r for of_entry in self.tensors.values() for r in of_entry)
+        return WeightRegions(r for r in regions if r.key.state == "weight")
+
+
+class WeightRegions:
+    """The regions of weights, found by memory: an entry may be a detached tensor, or a part of a parameter."""
+
+    def __init__(self, regions: Iterable[Region]) -> None:
+        placed = ((*_address(r.view), r) for r in regions if r.view.numel())
+        self._placed = sorted(placed, key=itemgetter(0, 1))
+        self._addresses = [at[:2] for at in self._placed]
+
+    def of(self, parameter: torch.Tensor) -> list[Region]:
+        """The regions in the memory of a parameter, in its order; none if it is not in the state dict."""
+        storage, begin = _address(parameter)
+        end = begin + parameter.numel() * parameter.element_size()
+        first, last = (bisect_left(self._addresses, (storage, at)) for at in (begin, end))
+        return [region for *_, region in self._placed[first:last]]
+
+
+def _address(tensor: torch.Tensor) -> tuple[int, int]:
+    """The storage of a tensor, and the byte of it at which the tensor begins."""
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset() * tensor.element_size()
 
 
 def read_entries(sharded_state_dict: Mapping[Any, Any], *, local: bool = False) -> Entries:
@@ -110,7 +135,7 @@ def read_entries(sharded_state_dict: Mapping[Any, Any], *, local: bool = False) 
             case LocalNonpersistentObject():
                 pass
             case _:
-                _place(entries.plain, path, value)
+                place(entries.plain, path, value)
     return entries
 
 
@@ -136,7 +161,8 @@ def _holds_entries(value: Any) -> bool:
     return isinstance(value, ShardedBase | LocalNonpersistentObject)
 
 
-def _place(into: dict[Any, Any], path: Path, value: Any) -> None:
+def place(into: dict[Any, Any], path: Path, value: Any) -> None:
+    """Put a value at its path in nested dictionaries."""
     *above, last = path
     for part in above:
         into = into.setdefault(part, {})
@@ -177,7 +203,11 @@ def _regions(entry: Any, *, local: bool) -> Iterator[Region]:
             shape = (2 * rows, *shape[1:])
             box = box.shift((name.half * rows, *(0 for _ in shape[1:])))
         yield Region(
-            Key(name.at(at), parsed.state), shape, box, view[index], bool(entry.allow_shape_mismatch)
+            Key(name.at(at), parsed.state),
+            shape,
+            box,
+            view[index],
+            bool(entry.allow_shape_mismatch),
         )
 
 

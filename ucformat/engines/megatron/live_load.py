@@ -13,13 +13,19 @@ import torch
 from ucformat.engines.megatron.live_entries import loaded_tensor, rebuilt
 from ucformat.engines.megatron.live_optimizer import IDENTIFIERS
 from ucformat.engines.megatron.live_save import LiveModel, aliases_of
-from ucformat.errors import UcformatError, check_keywords, refuse_arguments
-from ucformat.geometry.box import Box
+from ucformat.errors import check_keywords, refuse_arguments
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadOptions, RestoreArguments
 from ucformat.torch.loading.load import LoadReport, LoadTargets, load_local
-from ucformat.torch.loading.match import PARAMETER, Matched, Problems, holds_training, match, stored_names
+from ucformat.torch.loading.match import (
+    PARAMETER,
+    Matched,
+    Problems,
+    holds_training,
+    match,
+    stored_names,
+)
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.share import open_together, read_shared
 from ucformat.torch.loading.values import FittedValues
@@ -177,7 +183,9 @@ class _Plan:
         """What the checkpoint has under a name and state of the model; of a parameter either of its states."""
         name = self.names.get(key.name, key.name)
         states = PARAMETER if key.state in PARAMETER else (key.state,)
-        return next((i for s in states if (i := self.ck.tensors.get(Key(name, s))) is not None), None)
+        return next(
+            (i for s in states if (i := self.ck.tensors.get(Key(name, s))) is not None), None
+        )
 
     def _stored_rows(self, name: str, held: int) -> int:
         """The rows of a vocabulary that the checkpoint has without padding, if they are fewer than those here."""
@@ -287,9 +295,13 @@ class _Plan:
                 if all(g.options.get(i) == group.get(i) for i in IDENTIFIERS)
             ]
             if names and not found:
-                self.values.missing.append(f"{label}: the hyper-parameters of {', '.join(names[:3])}")
+                self.values.missing.append(
+                    f"{label}: the hyper-parameters of {', '.join(names[:3])}"
+                )
                 continue
-            hypers = [{k: v for k, v in o.items() if k in group and k not in _NOT_HYPER} for o in found]
+            hypers = [
+                {k: v for k, v in o.items() if k in group and k not in _NOT_HYPER} for o in found
+            ]
             differing = sorted({k for h in hypers for k in h if h[k] != hypers[0].get(k)})
             if differing:
                 self.values.others.append(
@@ -299,7 +311,9 @@ class _Plan:
             for key, value in hypers[0].items() if hypers else ():
                 current = group[key]
                 slot = ValueSlot(current, lambda new, g=group, k=key: g.__setitem__(k, new))
-                self.values.fit(f"the hyper-parameter {key} of {label}", slot, decode(value, current))
+                self.values.fit(
+                    f"the hyper-parameter {key} of {label}", slot, decode(value, current)
+                )
 
     def _want_objects(self) -> None:
         """Match sharded objects, by their keys and shards."""
@@ -317,9 +331,7 @@ class _Plan:
                 self._objects[path] = item.data
                 continue
             with self.values.decoding(label) as lost:
-                self._objects[path] = decode(
-                    stored, item.data, trust=self.options.trust, lost=lost
-                )
+                self._objects[path] = decode(stored, item.data, trust=self.options.trust, lost=lost)
 
     def _put(self) -> None:
         """Apply what was read."""
@@ -346,7 +358,10 @@ class _Plan:
             return loaded_tensor(entries, path)
 
         common = {}
-        if self.ck.manifest.producer.get("engine.name", self.ck.kind) in ("megatron-core", "megatron"):
+        if self.ck.manifest.producer.get("engine.name", self.ck.kind) in (
+            "megatron-core",
+            "megatron",
+        ):
             asked = {item.key for item in entries.objects.values()}
             for name, value in self.ck.objects.items():
                 if name in asked or _SHARD.search(name) or "." in name:
@@ -368,7 +383,17 @@ _ABSENT = object()
 _SHARD = re.compile(r"/shard_[\d.]*_[\d.]*$")
 #: Options that select an implementation, or are no hyper-parameters.
 _NOT_HYPER = frozenset(
-    ("params", "state", "step", "foreach", "fused", "capturable", "differentiable", "default_config", *IDENTIFIERS)
+    (
+        "params",
+        "state",
+        "step",
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+        "default_config",
+        *IDENTIFIERS,
+    )
 )
 
 

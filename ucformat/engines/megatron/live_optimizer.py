@@ -7,24 +7,20 @@ optimizers hold whole states, which their own sharded state dicts name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ucformat.engines.megatron.live_entries import Entries, read_entries
-from ucformat.engines.megatron.live_shards import FlatRange, held_states, held_weights
+from ucformat.engines.megatron.live_shards import FlatRange, held_states
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.geometry.tensor import Key
 from ucformat.torch.state.objects import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from ucformat.engines.megatron.live_entries import Region
+    from ucformat.engines.megatron.live_entries import Region, WeightRegions
     from ucformat.engines.megatron.live_shards import Held, Layout, Rows
 
 #: What tells Megatron's optimizer groups apart, on all stages alike.
@@ -49,20 +45,22 @@ class LivePart:
     """One optimizer, or one of those that are chained.
 
     Args:
-        regions: of the parameters of the model, by identity.
+        weights: the regions of the model's weights.
     """
 
-    def __init__(self, optimizer: Any, regions: Mapping[int, list[Region]]) -> None:
+    def __init__(self, optimizer: Any, weights: WeightRegions) -> None:
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
         _refuse(optimizer)
-        self.optimizer, self._regions = optimizer, regions
+        self.optimizer, self._weights = optimizer, weights
         self.distributed = isinstance(optimizer, DistributedOptimizer)
         self.empty = bool(getattr(optimizer, "is_stub_optimizer", False))
-        self._mains = dict(self._pairs()) if not self.empty else {}
+        pairs = [] if self.empty else list(self._pairs())
+        self._mains = {id(parameter): main for parameter, main in pairs}
+        self._parameters = [parameter for parameter, _ in pairs]
         self._made: list[torch.Tensor] = []
 
-    def _pairs(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter of the model, and the tensor that the optimizer updates in its place.
 
         Megatron's own index of them is wrong for groups with parameters of several dtypes.
@@ -83,18 +81,21 @@ class LivePart:
             lists = ((groups, groups),)
         for models, mains in lists:
             for of_group, mains_of_group in zip(models, mains, strict=True):
-                for parameter, main in zip(of_group, mains_of_group, strict=True):
-                    yield id(parameter), main
+                yield from zip(of_group, mains_of_group, strict=True)
 
     def regions_of(self, parameter: torch.Tensor) -> list[Region]:
         """The regions of a parameter of the model; UsageError if the model's state is not passed."""
-        if id(parameter) not in self._regions:
+        regions = self._weights.of(parameter)
+        if not regions:
             raise UsageError(
                 f"the optimizer has a parameter of shape {list(parameter.shape)} that is not in "
                 "the model's sharded state dict",
-                hint="pass that of all model chunks beside the optimizer, as sharded_state_dict() returns it",
+                hint=(
+                    "pass that of all model chunks beside the optimizer, as sharded_state_dict() "
+                    "returns it"
+                ),
             )
-        return self._regions[id(parameter)]
+        return regions
 
     def states(self) -> Iterator[LiveState]:
         """The states of the distributed optimizer: those of every parameter of each bucket."""
@@ -161,15 +162,17 @@ class LivePart:
         """The names of the parameters that this rank holds any element of, for each group."""
         inner = self.optimizer.optimizer
         index = {
-            id(main): number for number, group in enumerate(inner.param_groups) for main in group["params"]
+            id(main): number
+            for number, group in enumerate(inner.param_groups)
+            for main in group["params"]
         }
-        names: list[dict[str, None]] = [{} for _ in inner.param_groups]
-        for parameter, main in self._mains.items():
-            found = self._regions.get(parameter)
-            if found is not None and id(main) in index:
-                names[index[id(main)]] |= dict.fromkeys(r.key.name for r in found)
-        order = {r.key.name: n for n, r in enumerate(r for rs in self._regions.values() for r in rs)}
-        return [sorted(of_group, key=order.__getitem__) for of_group in names]
+        names: list[list[str]] = [[] for _ in inner.param_groups]
+        for parameter in self._parameters:
+            number = index.get(id(self._mains[id(parameter)]))
+            if number is not None:
+                own = (region.key.name for region in self.regions_of(parameter))
+                names[number] += dict.fromkeys(own)
+        return names
 
     def step(self) -> float | int | None:
         """The step of all parameters of this rank; None before the first one, and if it has none.
@@ -198,7 +201,6 @@ class LivePart:
                 options["step"] = group.get("step") if step is None else step
             out.append(encode({"params": names, **options}, "an optimizer group"))
         return out
-
 
     def make_states(self) -> None:
         """Make the states that the first step would make, where there are none; `undo` deletes them."""
@@ -246,7 +248,9 @@ def _refuse(optimizer: Any) -> None:
     inner = type(getattr(optimizer, "optimizer", None)).__name__
     config = optimizer.config
     unsupported = {
-        "Megatron-FSDP": getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False),
+        "Megatron-FSDP": getattr(
+            getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False
+        ),
         "the precision-aware optimizer": getattr(config, "use_precision_aware_optimizer", False),
         "an optimizer offloaded to the CPU": inner == "HybridDeviceOptimizer",
     }
@@ -258,10 +262,10 @@ def _refuse(optimizer: Any) -> None:
             )
 
 
-def live_parts(optimizer: Any, regions: Mapping[int, list[Region]]) -> list[LivePart]:
+def live_parts(optimizer: Any, weights: WeightRegions) -> list[LivePart]:
     """The parts of an optimizer: those that it chains, or itself."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     if type(optimizer) is ChainedOptimizer:
-        return [LivePart(one, regions) for one in optimizer.chained_optimizers]
-    return [LivePart(optimizer, regions)]
+        return [LivePart(one, weights) for one in optimizer.chained_optimizers]
+    return [LivePart(optimizer, weights)]

@@ -1,4 +1,4 @@
-"""`save` and `async_save`: what the ranks of Megatron-Core hold, by its sharded state dict, as one universal checkpoint."""
+"""`save` and `async_save`: what the ranks of Megatron-Core hold, as one universal checkpoint."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from ucformat.engines.megatron.folder import MegatronArguments
-from ucformat.engines.megatron.live_entries import Region, read_entries
+from ucformat.engines.megatron.live_entries import Region, place, read_entries
 from ucformat.engines.megatron.live_optimizer import live_parts
 from ucformat.engines.megatron.live_shards import Layout, held_weights
 from ucformat.engines.megatron.names import Member, groups_by_rule
-from ucformat.errors import UnsupportedError, UsageError, refuse_arguments
+from ucformat.errors import UnsupportedError, refuse_arguments
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import json_key
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.engines.megatron.live_entries import Entries
-    from ucformat.engines.megatron.live_optimizer import LivePart
     from ucformat.engines.megatron.live_shards import Held, Rows
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.saving.options import SaveArguments
@@ -68,9 +67,10 @@ class LiveModel:
         recorded = entries.plain.get("args")
         values = vars(recorded) if isinstance(recorded, Namespace) else recorded
         self.args = MegatronArguments.of(values, vocab_size, "the state")
-        regions = entries.parameters
-        self._resizable = {r.key.name for rs in regions.values() for r in rs if r.resizable}
-        self.parts = [p for o in entries.optimizers.values() for p in live_parts(o, regions)]
+        self._resizable = {r.key.name for rs in entries.tensors.values() for r in rs if r.resizable}
+        self.parts = [
+            p for o in entries.optimizers.values() for p in live_parts(o, entries.weights)
+        ]
         if entries.buckets and not self.parts:
             key = next(iter(entries.buckets.values())).key
             raise UnsupportedError(
@@ -92,7 +92,8 @@ class LiveModel:
         """What optimizers that are not distributed say themselves, by their number."""
         return {
             number: read_entries(
-                part.optimizer.sharded_state_dict(dict(self.entries.items)), local=self.entries.local
+                part.optimizer.sharded_state_dict(dict(self.entries.items)),
+                local=self.entries.local,
             )
             for number, part in enumerate(self.parts)
             if not part.distributed
@@ -101,7 +102,9 @@ class LiveModel:
     def weights(self) -> list[Held]:
         """What this rank holds of the tensors that the state dict names, and of whole states."""
         named = [self.entries, *self.said.values()]
-        regions = [r for entries in named for of_entry in entries.tensors.values() for r in of_entry]
+        regions = [
+            r for entries in named for of_entry in entries.tensors.values() for r in of_entry
+        ]
         regions += self._steps(regions, named)
         return list(held_weights(regions, self.layout, self.rows))
 
@@ -118,8 +121,7 @@ class LiveModel:
         steps = [v for v in values if torch.is_tensor(v) and not v.dim()]
         if not steps or len({float(s) for s in steps}) > 1:
             return
-        plain = {"weight", *PARAMETER}
-        for name in dict.fromkeys(r.key.name for r in regions if r.key.state not in plain):
+        for name in dict.fromkeys(r.key.name for r in regions if r.key.state not in PARAMETER):
             yield Region(Key(name, "step"), (), Box((), ()), steps[0].detach())
 
 
@@ -178,31 +180,20 @@ def plain_objects(live: LiveModel) -> dict[str, Any]:
     values: dict[Any, Any] = {}
     for name, value in live.entries.plain.items():
         values[name] = vars(value) if isinstance(value, Namespace) else value
-    for (path, optimizer), said in zip(
-        live.entries.optimizers.items(), _by_optimizer(live), strict=True
-    ):
-        own = [_of_part(part, entries) for part, entries in said]
+    numbers = iter(range(len(live.parts)))
+    for path, optimizer in live.entries.optimizers.items():
+        count = len(live_parts(optimizer, live.entries.weights))
+        own = [_of_part(live, next(numbers)) for _ in range(count)]
         if any(own):
-            into = values
-            for key in path[:-1]:
-                into = into.setdefault(key, {})
-            into[path[-1]] = own[0] if len(own) == 1 else dict(enumerate(own))
+            place(values, path, own[0] if count == 1 else dict(enumerate(own)))
     return {json_key(name): encode(value, str(name)) for name, value in values.items()}
 
 
-def _by_optimizer(live: LiveModel) -> Iterator[list[tuple[LivePart, Entries | None]]]:
-    """The parts of each live optimizer, with what they say themselves."""
-    numbered = enumerate(live.parts)
-    for optimizer in live.entries.optimizers.values():
-        count = len(live_parts(optimizer, live.entries.parameters))
-        yield [(part, live.said.get(n)) for n, part in (next(numbered) for _ in range(count))]
-
-
-def _of_part(part: LivePart, said: Entries | None) -> dict[Any, Any]:
+def _of_part(live: LiveModel, number: int) -> dict[Any, Any]:
     """The plain values of an optimizer: what it says, or of a distributed one its loss scaler."""
-    if said is not None:
+    if (said := live.said.get(number)) is not None:
         return said.plain
-    scaler = getattr(part.optimizer, "grad_scaler", None)
+    scaler = getattr(live.parts[number].optimizer, "grad_scaler", None)
     return {} if scaler is None else {"grad_scaler": scaler.state_dict()}
 
 
@@ -212,7 +203,9 @@ def groups_of(live: LiveModel, ndims: Mapping[Key, int]) -> tuple[dict[str, Any]
         return tuple(group for part in live.parts if not part.empty for group in part.groups())
     raw = [g for groups in _values(live.entries.plain, "param_groups") for g in groups]
     trained = {key.name for key in ndims if key.state not in ("weight", "weight.padding")}
-    members = [Member(k.name, n) for k, n in ndims.items() if k.state == "weight" and k.name in trained]
+    members = [
+        Member(k.name, n) for k, n in ndims.items() if k.state == "weight" and k.name in trained
+    ]
     groups = groups_by_rule(raw, members, lambda value: encode(value, "an optimizer group"))
     return tuple({"params": list(g.params), **g.options} for g in groups or ())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 
@@ -18,7 +19,5 @@ sys.path.append(
 
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 
-import megatron.core
-import megatron.core.dist_checkpointing
-import megatron.core.models.gpt
-import megatron.core.optimizer  # noqa: F401
+for name in ("core.dist_checkpointing", "core.models.gpt", "core.optimizer"):
+    importlib.import_module(f"megatron.{name}")

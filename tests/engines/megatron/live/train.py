@@ -58,8 +58,13 @@ class Training:
             chunk.config.batch_p2p_comm = False
         all_to_all = dist.all_to_all_single  # the expert dispatcher passes sizes as tensors
 
-        def with_lists(out: Any, own: Any, out_sizes: Any = None, own_sizes: Any = None, **how: Any) -> Any:
-            out_sizes, own_sizes = how.pop("output_split_sizes", out_sizes), how.pop("input_split_sizes", own_sizes)
+        def with_lists(
+            out: Any, own: Any, out_sizes: Any = None, own_sizes: Any = None, **how: Any
+        ) -> Any:
+            out_sizes, own_sizes = (
+                how.pop("output_split_sizes", out_sizes),
+                how.pop("input_split_sizes", own_sizes),
+            )
             sizes = (s.tolist() if hasattr(s, "tolist") else s for s in (out_sizes, own_sizes))
             return all_to_all(out, own, *sizes, **how)
 

@@ -1,0 +1,108 @@
+"""Trainings with Megatron-Core go on under other layouts, with everything that they held."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import ucformat
+from tests.engines.megatron.live.running import differences, trained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+GATED = {"layers": 2, "swiglu": True, "bf16": True, "vocab": 32}
+FLAT, FULL = {"optimizer": "dp_reshardable"}, {"optimizer": "fully_reshardable"}
+#: As `tests/data/megatron/make.py` describes them. Only the distributed optimizer has a format.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"world": 2, "tp": 2, **GATED, **FLAT},
+    "pp2": {"world": 2, "pp": 2, **GATED, **FULL},
+    "tp2-pp2": {"world": 4, "tp": 2, "pp": 2, **GATED, **FLAT},
+    "dp4": {"world": 4, **GATED, **FLAT},
+    "tp2-dp2": {"world": 4, "tp": 2, **GATED, **FULL},
+    "tp2-plain": {"world": 2, "tp": 2, **GATED},
+    "one": {"world": 1, **GATED},
+    "vpp2": {"world": 2, "pp": 2, "vpp": 2, **GATED, "layers": 4, **FLAT, "buckets": 300},
+    "fp32": {"world": 2, "layers": 4, "swiglu": True, "vocab": 32, **FLAT},
+    "fp32-plain": {"world": 2, "pp": 2, "layers": 4, "swiglu": True, "vocab": 32},
+    "ep2": {"world": 4, "ep": 2, "experts": 4, **GATED, **FLAT},
+    "experts-pp2": {"world": 2, "pp": 2, "experts": 4, **GATED, **FULL},
+    "experts-one": {"world": 1, "experts": 4, **GATED},
+    "tied-tp2": {"world": 2, "tp": 2, "layers": 2, "bf16": True, "tied": True, "vocab": 32, **FLAT},
+    "tied-pp2": {"world": 2, "pp": 2, "layers": 2, "bf16": True, "tied": True, "vocab": 32, **FULL},
+}
+#: States that only an optimizer that is not distributed has as tensors.
+STEP = ("step",)
+
+
+class Saved:
+    """A training that was saved by us and by Megatron-Core itself after two steps, and its losses from then on."""
+
+    def __init__(self, folder: Path, layout: str) -> None:
+        self.ours, self.own = folder / "ck", folder / "own"
+        actions = [{"train": 2}, {"save": str(self.ours)}, {"own": str(self.own)}, {"train": 2}]
+        self.losses = trained(folder, LAYOUTS[layout], *actions)["losses"][2:]
+
+    def goes_on(self, folder: Path, layout: str, *, rel: float) -> None:
+        """Load it under another layout, save what is held there, and train."""
+        own, again = folder / "own", folder / "ck"
+        actions = [{"load": str(self.ours)}, {"own": str(own)}, {"save": str(again)}, {"train": 2}]
+        told = trained(folder, LAYOUTS[layout], *actions)
+        assert (told["complete"], told["problems"], told["left"]) == (True, [], [])
+        assert differences(self.ours, own, states=(*STEP, "master")) == []
+        assert differences(self.ours, again, states=(*STEP, "master")) == []
+        assert differences(own, again) == []
+        assert told["losses"] == pytest.approx(self.losses, rel=rel)
+
+
+@pytest.fixture(scope="module")
+def tp2(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("tp2"), "tp2")
+
+
+def test_it_is_what_megatron_saves_itself(tp2: Saved) -> None:
+    """By the same names, with the same groups; and so views and exports of it are the same."""
+    assert differences(tp2.ours, tp2.own) == []
+    ours, own = ucformat.open(str(tp2.ours)), ucformat.open(str(tp2.own))
+    assert ours.metadata.step == own.metadata.step == 2
+    assert {k: ours.metadata.layout[k] for k in ("tp", "pp", "ep")} == {"tp": 2, "pp": 1, "ep": 1}
+    groups = [
+        [(sorted(g["params"]), g["lr"], g["wd_mult"], g["step"]) for g in ck.metadata.groups]
+        for ck in (ours, own)
+    ]
+    assert groups[0] == groups[1]
+    assert ours.objects["args"]["vocab_size"] == own.objects["args"]["vocab_size"] == 32
+    view = [{"preset": "megatron-to-llama", "with": {"heads": 4, "groups": 2}}]
+    llama, expected = ours.view(view), own.view(view)
+    assert llama.tensors.keys() == expected.tensors.keys()
+    assert all(llama[k][...].tobytes() == expected[k][...].tobytes() for k in llama.tensors)
+
+
+def test_a_training_goes_on_under_another_layout(tp2: Saved, tmp_path: Path) -> None:
+    tp2.goes_on(tmp_path, "pp2", rel=1e-3)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("saved", "others"),
+    [
+        ("tp2-pp2", ["dp4", "tp2-dp2", "tp2-plain", "one"]),
+        ("tp2-plain", ["tp2-pp2"]),
+        ("vpp2", []),
+        ("fp32", ["fp32-plain"]),
+        ("fp32-plain", ["fp32"]),
+        ("ep2", ["experts-pp2", "experts-one"]),
+        ("experts-pp2", ["ep2"]),
+        ("tied-tp2", ["tied-pp2"]),
+        ("tied-pp2", ["tied-tp2"]),
+    ],
+)
+def test_layouts(saved: str, others: list[str], tmp_path: Path) -> None:
+    """Tensor, pipeline, data and expert parallelism, with and without the distributed optimizer."""
+    first = Saved(tmp_path / saved, saved)
+    assert differences(first.ours, first.own) == []
+    for other in (saved, *others):
+        first.goes_on(tmp_path / f"to-{other}", other, rel=1e-3)
