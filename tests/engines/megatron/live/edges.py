@@ -1,0 +1,200 @@
+"""What trainings with Megatron-Core refuse or tell, each in a process of its own: `python -m … NAME FOLDER`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.engines.megatron.live.train import Training
+
+SPEC: dict[str, Any] = {"layers": 1, "swiglu": True, "bf16": True, "optimizer": "dp_reshardable"}
+
+
+def refused(call: Any) -> list[str]:
+    """The message and hint of the error of a call."""
+    from ucformat.errors import UcformatError
+
+    try:
+        call()
+    except UcformatError as error:
+        return [type(error).__name__, error.message, error.hint or ""]
+    raise AssertionError("it was not refused")
+
+
+def optimizers(folder: Path) -> dict[str, Any]:
+    """Optimizers of which not everything would be saved, and state dicts without names."""
+    import ucformat.torch.megatron as um
+
+    training = Training(SPEC)
+    place = str(folder / "ck")
+    state = training.state()
+    told = {}
+    how = {"distrib_optim_sharding_type": "dp_reshardable"}
+    training.step()
+    buckets = training.optimizer.sharded_state_dict(training.model(), metadata=dict(how))
+    told["buckets"] = refused(lambda: um.save({**state, "optimizer": buckets}, place))
+    del state["model"]
+    told["without its model"] = refused(lambda: um.save(state, place))
+    part = training.run.optimizers[0]
+    part.config.use_precision_aware_optimizer = True
+    told["precision-aware"] = refused(lambda: um.save(training.state(), place))
+    part.config.use_precision_aware_optimizer = False
+    inner = part.optimizer
+    first = next(iter(inner.state.values()))
+    first["exp_avg_max"] = torch.zeros(3)
+    told["another shape"] = refused(lambda: um.save(training.state(), place))
+    del first["exp_avg_max"]
+    first["step"] += 1
+    told["steps"] = refused(lambda: um.save(training.state(), place))
+    first["step"] -= 1
+    told["names="] = refused(lambda: um.save(training.state(), place, names={"layers.*": 1}))
+    told["written"] = sorted(p.name for p in folder.glob("ck*"))
+    return told
+
+
+def before_the_first_step(folder: Path) -> dict[str, Any]:
+    """An optimizer without states is saved and loaded as such, also into one that has some."""
+    import ucformat.torch.megatron as um
+
+    training = Training(SPEC)
+    um.save(training.state(), folder / "first")
+    initial = [p.detach().clone() for p in training.run.models[0].parameters()]
+    losses = [training.step() for _ in range(2)]
+    um.save(training.state(), folder / "second")
+    state = {**training.model(), "optimizer": training.optimizer}
+    report = um.load(state, folder / "first")
+    same = all(map(torch.equal, initial, training.run.models[0].parameters()))
+    training.step_number = 0
+    again = [training.step() for _ in range(2)]
+    # and states that are made for a load are deleted if it is refused
+    for part in training.run.optimizers:
+        part.optimizer.state.clear()
+    message = refused(lambda: um.load(state, folder / "second", rename=lambda name: f"x.{name}"))
+    left = sum(len(part.optimizer.state) for part in training.run.optimizers)
+    return {
+        "complete": bool(report),
+        "same": same,
+        "losses": losses,
+        "again": again,
+        "left": left,
+        "refused": message,
+    }
+
+
+def weights_alone(folder: Path) -> dict[str, Any]:
+    """A state without the optimizer loads weights, and a checkpoint without one is no training."""
+    import ucformat.torch.megatron as um
+
+    training = Training(SPEC)
+    training.step()
+    um.save(training.state(), folder / "all")
+    um.save(training.model(), folder / "weights")
+    whole = [p.detach().clone() for p in training.run.models[0].parameters()]
+    training.step()
+    report = um.load(training.model(), folder / "all", strict=True)
+    same = all(map(torch.equal, whole, training.run.models[0].parameters()))
+    lineage = report.lineage.kind
+    message = refused(lambda: um.load(training.state(), folder / "weights"))
+    return {"complete": bool(report), "same": same, "lineage": lineage, "refused": message}
+
+
+def padding(folder: Path) -> dict[str, Any]:
+    """A vocabulary that is padded otherwise is loaded, and the report says that it is."""
+    import ucformat
+    import ucformat.torch.megatron as um
+
+    training = Training(SPEC)
+    training.step()
+    place = folder / "ck"
+    um.save(training.state(), place)
+    ck = ucformat.open(place)
+    name = "output_layer.weight"
+    rows = {state: list(ck[name, state].shape) for state in ck.states(name)}
+    # without the vocabulary's size the padding is a part of the weights
+    um.save({k: v for k, v in training.state().items() if k != "args"}, folder / "unknown")
+    unknown = list(ucformat.open(folder / "unknown")[name, "weight"].shape)
+    um.save(
+        {k: v for k, v in training.state().items() if k != "args"}, folder / "told", vocab_size=19
+    )
+    told = list(ucformat.open(folder / "told")[name, "weight"].shape)
+    return {"rows": rows, "unknown": unknown, "told": told}
+
+
+def objects(folder: Path) -> dict[str, Any]:
+    """Sharded objects and plain values come back as they were."""
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
+
+    import ucformat.torch.megatron as um
+
+    training = Training(SPEC)
+    rng = [{"torch_rng_state": torch.get_rng_state()[:16], "random_rng_state": (3, (0, 1), None)}]
+    sharded = ShardedObject("rng_state", rng, (1, 1), (0, 0), replica_id=0)
+    scheduler = {"max_lr": 0.1, "num_steps": 3, "lr_decay_style": "cosine"}
+    values = {
+        "opt_param_scheduler": scheduler,
+        "rng_state": sharded,
+        "here": LocalNonpersistentObject(5),
+    }
+    um.save({**training.state(), **values, "iteration": 7}, folder / "ck")
+    asked = ShardedObject("rng_state", None, (1, 1), (0, 0), replica_id=0)
+    state = {**training.model(), "rng_state": asked, "here": LocalNonpersistentObject(6)}
+    found = um.load(state, folder / "ck").state
+    other = ShardedObject("rng_state", None, (2, 1), (1, 0), replica_id=0)
+    message = refused(lambda: um.load({**training.model(), "rng_state": other}, folder / "ck"))
+    return {
+        "scheduler": found["opt_param_scheduler"] == scheduler,
+        "iteration": found["iteration"],
+        "args": isinstance(found["args"], Namespace)
+        and vars(found["args"]) == vars(training.state()["args"]),
+        "rng": torch.equal(found["rng_state"][0]["torch_rng_state"], rng[0]["torch_rng_state"])
+        and found["rng_state"][0]["random_rng_state"] == (3, (0, 1), None),
+        "here": found["here"],
+        "refused": message,
+    }
+
+
+def guide(folder: Path) -> dict[str, Any]:
+    """The script of the guide, as it is printed: once through, and from its middle on."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    page = (Path(__file__).parents[4] / "docs" / "guides" / "megatron.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    training = Training(SPEC)
+    losses: dict[str, list[float]] = {"whole": [], "resumed": []}
+    for run, resume in (("whole", None), ("resumed", str(folder / "whole" / "2"))):
+        scheduler = OptimizerParamScheduler(
+            training.optimizer, 0.0, 1e-2, 1e-3, 1, 10, "linear", 0.01, 0.01, 1, "constant"
+        )
+
+        def train_step(iteration: int, run: str = run, scheduler: Any = scheduler) -> None:
+            training.step_number = iteration
+            losses[run].append(training.step())
+            scheduler.step(1)
+
+        names: dict[str, Any] = {
+            "model": training.chunks,
+            "optimizer": training.optimizer,
+            "opt_param_scheduler": scheduler,
+            "args": training.run.args,
+            "resume": resume,
+            "folder": str(folder / run),
+            "train_step": train_step,
+            "steps": 4,
+            "every": 2,
+        }
+        exec(compile(code, "megatron.md", "exec"), names)  # noqa: S102
+    return losses
+
+
+if __name__ == "__main__":
+    SPEC["world"] = 1
+    told = globals()[sys.argv[1]](Path(sys.argv[2]))
+    (Path(sys.argv[2]) / "told.json").write_text(json.dumps(told))
+    dist.destroy_process_group()

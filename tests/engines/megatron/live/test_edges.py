@@ -1,0 +1,74 @@
+"""What is refused, told and returned; the guide."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.torch.running import fork
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+
+def told(name: str, folder: Path) -> Any:
+    script = ["-m", "tests.engines.megatron.live.edges", name, str(folder)]
+    fork(1, script, folder / "log", ("tests.engines.megatron.live.beside",))
+    return json.loads((folder / "told.json").read_text())
+
+
+def test_optimizers_that_are_refused(tmp_path: Path) -> None:
+    """Before anything is written; a state dict of flat buckets has no names of parameters."""
+    found = told("optimizers", tmp_path)
+    assert found.pop("written") == []
+    expected = {
+        "buckets": "is in a flat bucket of the distributed optimizer, without the names",
+        "without its model": "that is not in the model's sharded state dict",
+        "precision-aware": "the precision-aware optimizer cannot be saved",
+        "another shape": "has the state 'exp_avg_max' of another shape",
+        "steps": "have the steps [1.0, 2.0]",
+        "names=": "does not take names",
+    }
+    assert found.keys() == expected.keys()
+    for name, part in expected.items():
+        _, message, hint = found[name]
+        assert part in message
+        assert hint
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    """Megatron-Core itself cannot save such an optimizer without Apex and Transformer Engine."""
+    found = told("before_the_first_step", tmp_path)
+    assert (found["complete"], found["same"], found["left"]) == (True, True, 0)
+    assert found["again"] == found["losses"]
+    assert found["refused"][0] == "StateMismatch"
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    found = told("weights_alone", tmp_path)
+    assert (found["complete"], found["same"], found["lineage"]) == (True, True, "finetune")
+    assert "the checkpoint contains only weights" in found["refused"][1]
+
+
+def test_the_padding_of_a_vocabulary(tmp_path: Path) -> None:
+    found = told("padding", tmp_path)
+    assert found["rows"]["weight"] == found["rows"]["exp_avg"] == found["told"] == [19, 8]
+    assert found["rows"]["weight.padding"] == found["rows"]["master.padding"] == [5, 8]
+    assert found["unknown"] == [24, 8]
+
+
+def test_objects(tmp_path: Path) -> None:
+    found = told("objects", tmp_path)
+    message = found.pop("refused")[1]
+    assert "missing: the object rng_state/shard_1.0_2.1" in message
+    assert found == {"scheduler": True, "iteration": 7, "args": True, "rng": True, "here": 6}
+
+
+def test_the_guide(tmp_path: Path) -> None:
+    found = told("guide", tmp_path)
+    assert len(found["whole"]) == 4
+    assert found["resumed"] == found["whole"][2:]
