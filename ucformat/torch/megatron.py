@@ -2,5 +2,6 @@
 
 from ucformat.engines.megatron.live_load import MegatronReport, load
 from ucformat.engines.megatron.live_save import async_save, collect, save
+from ucformat.engines.megatron.live_strategies import strategies
 
-__all__ = ["MegatronReport", "async_save", "collect", "load", "save"]
+__all__ = ["MegatronReport", "async_save", "collect", "load", "save", "strategies"]

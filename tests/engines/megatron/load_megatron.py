@@ -32,7 +32,7 @@ def maker() -> Any:
 
 def keep_steps() -> None:
     """Without Apex and Transformer Engine, Megatron-Core 0.16.1 asks a checkpoint for the step of each parameter."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # type: ignore[import-not-found]
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     put = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -45,7 +45,7 @@ def keep_steps() -> None:
 
 def main(job: dict[str, Any]) -> None:
     run = maker().built(job["spec"])
-    import megatron.core as mc  # type: ignore[import-not-found]
+    import megatron.core as mc
     from megatron.core import dist_checkpointing
 
     keep_steps()

@@ -158,7 +158,8 @@ def _holds_entries(value: Any) -> bool:
         return any(map(_holds_entries, value))
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
-    return isinstance(value, ShardedBase | LocalNonpersistentObject)
+    is_entry: bool = isinstance(value, ShardedBase | LocalNonpersistentObject)
+    return is_entry
 
 
 def place(into: dict[Any, Any], path: Path, value: Any) -> None:
@@ -229,7 +230,7 @@ def _data_of(built: Any) -> Any:
     return [_data_of(inner) for inner in built] if isinstance(built, list) else built.data
 
 
-def rebuilt(value: Any, put: Callable[[Path], Any], path: Path = ()) -> Any:
+def rebuilt(value: Any, put: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """A state dict of the same structure, without plain values and live optimizers.
 
     Args:
@@ -244,7 +245,24 @@ def rebuilt(value: Any, put: Callable[[Path], Any], path: Path = ()) -> Any:
         return [rebuilt(inner, put, (*path, number)) for number, inner in enumerate(value)]
     if isinstance(value, LocalNonpersistentObject):
         return value.unwrap()
-    return put(path) if isinstance(value, ShardedBase) else _NOTHING
+    return put(path, value) if isinstance(value, ShardedBase) else _NOTHING
+
+
+def at_path(values: Any, path: Path) -> Any:
+    """The value at a path in nested dictionaries and lists."""
+    for part in path:
+        values = values[part]
+    return values
+
+
+def is_of_bucket(value: Any) -> bool:
+    """Whether there is a tensor of a flat bucket in a sharded state dict."""
+    if isinstance(value, Mapping):
+        return any(map(is_of_bucket, value.values()))
+    if isinstance(value, list):
+        return any(map(is_of_bucket, value))
+    key = getattr(value, "key", None)
+    return isinstance(key, str) and isinstance(split_state_key(key), Bucket)
 
 
 _NOTHING = object()
@@ -274,7 +292,7 @@ def _joined(a: Region, b: Region) -> Region | None:
 
 def follows(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a contiguous tensor follows another one in memory."""
-    return (
+    return bool(
         a.is_contiguous()
         and b.is_contiguous()
         and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -6,6 +6,8 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from operator import setitem
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -35,7 +37,7 @@ from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from os import PathLike
 
     import torch.distributed as dist
@@ -145,8 +147,9 @@ class _Plan:
             if not part.empty:
                 part.make_states()
                 self._want_optimizer(part)
-        for held in (*live.weights(), *self._states()):
-            self._want(held)
+        for held in (*live.weights(), *live.states(shared=False)):
+            if not (self._forgotten and is_of_step(held.info.key)):
+                self._want(held)
         self._want_objects()
         self.problems |= self.values.problems()
 
@@ -219,16 +222,6 @@ class _Plan:
             stored = self.ck.tensors.get(Key(name, "weight.padding"))
         return stored
 
-    def _states(self) -> Iterator[Held]:
-        """The states of distributed optimizers, but what is a parameter's own memory."""
-        for part in self.live.parts:
-            if part.distributed and not part.empty:
-                for state in part.states():
-                    if not part.is_shared(state) and (
-                        state.state == "master" or part not in self._forgotten
-                    ):
-                        yield from state.held(self.live.layout, self.live.rows)
-
     def _want_optimizer(self, part: LivePart) -> None:
         """Make an optimizer's states, and match its step and hyper-parameters."""
         if not holds_training(self.ck):
@@ -239,13 +232,10 @@ class _Plan:
             self.problems |= Problems(missing=(lacking,))
             return
         names = [name for of_group in part.numbered_names() for name in of_group]
-        trained = {k.name for k in self.ck.tensors if k.state not in (*PARAMETER, "step")}
-        if not any(not k.endswith(".padding") for k in trained):
+        if not any(map(is_of_step, self.ck.tensors)):
             self._forgotten.append(part)  # saved before the first step
-        else:
-            step = self._step(names)
-            if step is not None:
-                self._steps.append((part, step))
+        elif (step := self._step(names)) is not None:
+            self._steps.append((part, step))
         self._want_groups(part)
 
     def _step(self, names: Sequence[str]) -> float | None:
@@ -310,7 +300,7 @@ class _Plan:
                 continue
             for key, value in hypers[0].items() if hypers else ():
                 current = group[key]
-                slot = ValueSlot(current, lambda new, g=group, k=key: g.__setitem__(k, new))
+                slot = ValueSlot(current, partial(setitem, group, key))
                 self.values.fit(
                     f"the hyper-parameter {key} of {label}", slot, decode(value, current)
                 )
@@ -352,7 +342,7 @@ class _Plan:
 
         entries = self.live.entries
 
-        def put(path: tuple[Any, ...]) -> Any:
+        def put(path: tuple[Any, ...], _: Any) -> Any:
             if path in entries.objects:
                 return self._objects.get(path)
             return loaded_tensor(entries, path)
@@ -395,6 +385,11 @@ _NOT_HYPER = frozenset(
         *IDENTIFIERS,
     )
 )
+
+
+def is_of_step(key: Key) -> bool:
+    """Whether only a step makes such a state."""
+    return key.state.removesuffix(".padding") not in PARAMETER
 
 
 def replace_info(target: LocalShard, info: TensorInfo) -> LocalShard:

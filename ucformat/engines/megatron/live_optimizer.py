@@ -36,6 +36,14 @@ class LiveState:
     dtype: torch.dtype
     memory: torch.Tensor | None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the memory is that of the parameter itself, as that of the fp32 copy in an fp32 model."""
+        if self.memory is None:
+            return False
+        own, whole = self.memory.untyped_storage(), self.flat.parameter.untyped_storage()
+        return bool(own.data_ptr() == whole.data_ptr())
+
     def held(self, layout: Layout, rows: Rows) -> Iterator[Held]:
         """What this rank holds of it."""
         return held_states(self.flat, self.state, self.dtype, self.memory, layout, rows)
@@ -77,8 +85,8 @@ class LivePart:
                 (optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups),
             )
         else:
-            groups = [group["params"] for group in optimizer.optimizer.param_groups]
-            lists = ((groups, groups),)
+            groups: Any = [group["params"] for group in optimizer.optimizer.param_groups]
+            lists = ((groups, groups), ((), ()))
         for models, mains in lists:
             for of_group, mains_of_group in zip(models, mains, strict=True):
                 yield from zip(of_group, mains_of_group, strict=True)
@@ -106,13 +114,6 @@ class LivePart:
             own = {} if main is None else {"master": main.detach(), **self._flat_states(main)}
             for state, dtype in dtypes.items():
                 yield LiveState(flat, state, dtype, own.get(state))
-
-    def is_shared(self, state: LiveState) -> bool:
-        """Whether the memory of a state is that of the parameter itself, as of an fp32 model."""
-        if state.memory is None:
-            return False
-        own, whole = state.memory, state.flat.parameter
-        return own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
     def _flat_states(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
         """The states of a range that have its shape; the rest must be the step."""

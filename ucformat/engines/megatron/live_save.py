@@ -108,12 +108,17 @@ class LiveModel:
         regions += self._steps(regions, named)
         return list(held_weights(regions, self.layout, self.rows))
 
-    def states(self) -> Iterator[Held]:
-        """What this rank holds of the states of distributed optimizers."""
+    def states(self, *, shared: bool = True) -> Iterator[Held]:
+        """What this rank holds of the states of distributed optimizers.
+
+        Args:
+            shared: also those that are the memory of the parameters themselves.
+        """
         for part in self.parts:
             if part.distributed and not part.empty:
                 for state in part.states():
-                    yield from state.held(self.layout, self.rows)
+                    if shared or not state.is_shared:
+                        yield from state.held(self.layout, self.rows)
 
     def _steps(self, regions: list[Region], named: list[Entries]) -> Iterator[Region]:
         """The step of every parameter with whole states, which Megatron keeps once."""
@@ -207,7 +212,7 @@ def groups_of(live: LiveModel, ndims: Mapping[Key, int]) -> tuple[dict[str, Any]
         Member(k.name, n) for k, n in ndims.items() if k.state == "weight" and k.name in trained
     ]
     groups = groups_by_rule(raw, members, lambda value: encode(value, "an optimizer group"))
-    return tuple({"params": list(g.params), **g.options} for g in groups or ())
+    return tuple(group.json() for group in groups or ())
 
 
 def aliases_of(live: LiveModel) -> dict[str, str]:

@@ -235,7 +235,7 @@ def held_states(
 
 def _begin(flat: FlatRange, region: Region) -> int:
     """The element of a parameter's memory at which a region begins, which must be contiguous there."""
-    begin = region.view.storage_offset() - flat.parameter.storage_offset()
+    begin: int = region.view.storage_offset() - flat.parameter.storage_offset()
     if not region.view.is_contiguous() or begin < 0:
         raise UnsupportedError(
             f"{region.key.name} is not contiguous in the parameter that the distributed optimizer "

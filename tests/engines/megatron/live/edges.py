@@ -167,6 +167,8 @@ def guide(folder: Path) -> dict[str, Any]:
     page = (Path(__file__).parents[4] / "docs" / "guides" / "megatron.md").read_text()
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     training = Training(SPEC)
+    for group in training.optimizer.param_groups:
+        group["min_lr"] = 1e-3
     losses: dict[str, list[float]] = {"whole": [], "resumed": []}
     for run, resume in (("whole", None), ("resumed", str(folder / "whole" / "2"))):
         scheduler = OptimizerParamScheduler(

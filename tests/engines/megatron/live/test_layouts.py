@@ -43,13 +43,23 @@ class Saved:
 
     def __init__(self, folder: Path, layout: str) -> None:
         self.ours, self.own = folder / "ck", folder / "own"
-        actions = [{"train": 2}, {"save": str(self.ours)}, {"own": str(self.own)}, {"train": 2}]
+        actions: list[dict[str, Any]] = [
+            {"train": 2},
+            {"save": str(self.ours)},
+            {"own": str(self.own)},
+            {"train": 2},
+        ]
         self.losses = trained(folder, LAYOUTS[layout], *actions)["losses"][2:]
 
     def goes_on(self, folder: Path, layout: str, *, rel: float) -> None:
         """Load it under another layout, save what is held there, and train."""
         own, again = folder / "own", folder / "ck"
-        actions = [{"load": str(self.ours)}, {"own": str(own)}, {"save": str(again)}, {"train": 2}]
+        actions: list[dict[str, Any]] = [
+            {"load": str(self.ours)},
+            {"own": str(own)},
+            {"save": str(again)},
+            {"train": 2},
+        ]
         told = trained(folder, LAYOUTS[layout], *actions)
         assert (told["complete"], told["problems"], told["left"]) == (True, [], [])
         assert differences(self.ours, own, states=(*STEP, "master")) == []
@@ -83,6 +93,25 @@ def test_it_is_what_megatron_saves_itself(tp2: Saved) -> None:
 
 def test_a_training_goes_on_under_another_layout(tp2: Saved, tmp_path: Path) -> None:
     tp2.goes_on(tmp_path, "pp2", rel=1e-3)
+
+
+def test_strategies_of_megatrons_own_functions(tp2: Saved, tmp_path: Path) -> None:
+    """They save flat buckets by name, and load them under another layout, which Megatron cannot."""
+    place, again = tmp_path / "ck", tmp_path / "again"
+    trained(
+        tmp_path / "save", LAYOUTS["tp2"], {"load": str(tp2.ours)}, {"strategy_save": str(place)}
+    )
+    assert differences(tp2.ours, place) == []
+    ck = ucformat.open(str(place))
+    assert (ck.metadata.step, ck.objects["args"]["vocab_size"]) == (2, 32)
+    actions: list[dict[str, Any]] = [
+        {"strategy_load": str(place)},
+        {"save": str(again)},
+        {"train": 2},
+    ]
+    told = trained(tmp_path / "load", LAYOUTS["pp2"], *actions)
+    assert differences(place, again) == []
+    assert told["losses"] == pytest.approx(tp2.losses, rel=1e-3)
 
 
 @pytest.mark.matrix

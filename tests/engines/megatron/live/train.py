@@ -102,7 +102,7 @@ class Training:
         self.step_number += 1
         total = sum((x["loss"] for x in losses), torch.zeros(()))
         dist.all_reduce(total)
-        return float(total) / ROWS / self.spec.get("tp", 1)
+        return float(total) / ROWS / int(self.spec.get("tp", 1))
 
     def model(self) -> dict[str, Any]:
         states = [c.module.sharded_state_dict(metadata={}) for c in self.chunks]
@@ -135,6 +135,41 @@ class Training:
             chunk.module.load_state_dict(report.state[name])
         self.step_number = report.state["iteration"]
 
+    def with_strategy(self, place: str, *, loading: bool) -> None:
+        """Save, or load, by Megatron's own functions with our strategies, as its training loop does."""
+        from megatron.core import dist_checkpointing
+
+        import ucformat.torch.megatron
+        from tests.engines.megatron.load_megatron import keep_steps
+
+        how = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+        saving, for_load = ucformat.torch.megatron.strategies(self.optimizer)
+        model = self.model()
+        of_optimizer = self.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=dict(how)
+        )
+        if not loading:
+            args = self.run.args
+            state = {
+                **model,
+                "optimizer": of_optimizer,
+                "args": args,
+                "iteration": self.step_number,
+            }
+            Path(place).mkdir(exist_ok=True)
+            dist.barrier()
+            dist_checkpointing.save(state, place, saving, content_metadata=how)
+            return
+        keep_steps()
+        loaded = dist_checkpointing.load({**model, "optimizer": of_optimizer}, place, for_load)
+        for name, chunk in zip(model, self.chunks, strict=True):
+            chunk.module.load_state_dict(loaded[name])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        for optimizer in self.run.optimizers:
+            for held in optimizer.optimizer.state.values():
+                held["step"] = held["step"].clone()  # it is one tensor, which each would count up
+        self.step_number = loaded["iteration"]
+
     def engines_own(self, folder: Path) -> None:
         """Save with Megatron's own strategy, in a format that it may load under another layout."""
         from megatron.core import dist_checkpointing
@@ -164,6 +199,8 @@ def main(job: dict[str, Any]) -> None:
                 ucformat.torch.megatron.async_save(training.state(), value).wait()
             elif what == "load":
                 training.load(value, **job.get("load", {}))
+            elif what.startswith("strategy_"):
+                training.with_strategy(value, loading=what == "strategy_load")
             elif what == "own":
                 training.engines_own(Path(value))
     if dist.get_rank() == 0:

@@ -1,0 +1,142 @@
+"""The pair of strategies with which Megatron's `dist_checkpointing` saves and loads universal checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+
+from ucformat.engines.megatron.folder import COMMON
+from ucformat.engines.megatron.live_entries import at_path, is_of_bucket, rebuilt
+from ucformat.engines.megatron.live_load import load
+from ucformat.engines.megatron.live_save import save
+from ucformat.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from os import PathLike
+
+    from ucformat.torch.loading.arguments import RestoreArguments
+    from ucformat.torch.loading.match import Strict
+    from ucformat.torch.saving.options import SaveArguments
+
+#: What `metadata.json` says of the format, so that no other strategy takes it for its own.
+_BACKEND = "ucformat"
+#: The key under which the optimizer is in the state.
+_OPTIMIZER = "optimizer"
+
+
+class SaveStrategy(TorchDistSaveShardedStrategy):
+    """Saves with `ucformat.torch.megatron.save`, into the folder that Megatron names; see `strategies`."""
+
+    def __init__(self, optimizer: Any, vocab_size: int | None, arguments: SaveArguments) -> None:
+        super().__init__(_BACKEND, 1)
+        self._optimizer, self._vocab_size, self._arguments = optimizer, vocab_size, arguments
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Sharded objects are saved, too."""
+        return True
+
+    def save(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path) -> None:
+        """Save a state of which Megatron has saved the values that are the same on all ranks."""
+        common: list[Any] = [None]
+        if dist.get_rank() == 0:
+            # just written by this process
+            common = [torch.load(Path(checkpoint_dir, COMMON), weights_only=False)]
+        dist.broadcast_object_list(common)
+        state = _with_optimizer(sharded_state_dict, self._optimizer)
+        values = {k: v for k, v in common[0].items() if k != _OPTIMIZER or k not in state}
+        save(
+            merge(values, state) if _OPTIMIZER in values else {**values, **state},
+            checkpoint_dir,
+            vocab_size=self._vocab_size,
+            **self._arguments,
+        )
+
+    def async_save(self, *_: Any) -> NoReturn:
+        """Refuse to save by Megatron's own processes."""
+        raise UnsupportedError(
+            "dist_checkpointing.save(async_sharded_save=True) writes by Megatron's own processes",
+            hint="use ucformat.torch.megatron.async_save, which writes by ours",
+        )
+
+
+class LoadStrategy(TorchDistLoadShardedStrategy):
+    """Loads with `ucformat.torch.megatron.load`; see `strategies`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        vocab_size: int | None,
+        strict: Strict,
+        arguments: RestoreArguments,
+    ) -> None:
+        super().__init__()
+        self._optimizer, self._vocab_size = optimizer, vocab_size
+        self._strict, self._arguments = strict, arguments
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Sharded objects are loaded, too."""
+        return True
+
+    def load(
+        self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | PathLike[str]
+    ) -> dict[str, Any]:
+        """Load what a state dict asks for, in its structure."""
+        state = _with_optimizer(sharded_state_dict, self._optimizer)
+        found = load(
+            state,
+            checkpoint_dir,
+            strict=self._strict,
+            vocab_size=self._vocab_size,
+            **self._arguments,
+        ).state
+        is_live = state.get(_OPTIMIZER) is self._optimizer is not None
+
+        def put(path: tuple[Any, ...], entry: Any) -> Any:
+            return (
+                self._of_optimizer(path, entry)
+                if is_live and path[0] == _OPTIMIZER
+                else at_path(found, path)
+            )
+
+        loaded: dict[str, Any] = rebuilt(sharded_state_dict, put)
+        return loaded
+
+    def _of_optimizer(self, path: tuple[Any, ...], entry: Any) -> Any:
+        """What the live optimizer has, which is loaded: its own tensors, and its hyper-parameters."""
+        if path[-1] != _OPTIMIZER:
+            return entry.data
+        own = self._optimizer.state_dict()
+        return (own[path[1]] if isinstance(own, list) else own)[_OPTIMIZER]
+
+    def load_tensors_metadata(self, *_: Any) -> NoReturn:
+        """Refuse to list what Megatron would compare itself."""
+        raise UnsupportedError(
+            "keys of a universal checkpoint are not listed for Megatron's own strictness",
+            hint='pass strict="assume_ok_unexpected"; strategies(strict=True) refuses what the state does not have',
+        )
+
+    load_sharded_metadata = load_tensors_metadata
+
+
+def _with_optimizer(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """A sharded state dict with the optimizer itself in the place of its flat buckets, if it has any."""
+    of_optimizer = state.get(_OPTIMIZER)
+    if of_optimizer is None or not is_of_bucket(of_optimizer):
+        return dict(state)
+    if optimizer is None:
+        raise UnsupportedError(
+            "the state has flat buckets of the distributed optimizer, without the names of its parameters",
+            hint="ucformat.torch.megatron.strategies(optimizer)",
+        )
+    return {**state, _OPTIMIZER: optimizer}
