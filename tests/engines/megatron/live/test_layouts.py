@@ -31,6 +31,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"world": 4, "ep": 2, "experts": 4, **GATED, **FLAT},
     "experts-pp2": {"world": 2, "pp": 2, "experts": 4, **GATED, **FULL},
     "experts-one": {"world": 1, "experts": 4, **GATED},
+    # without training steps, for which context parallelism needs Transformer Engine
+    "cp2": {"world": 2, "cp": 2, "layers": 1, "bf16": True, "vocab": 32, **FLAT},
+    "cp2-tp2": {"world": 4, "cp": 2, "tp": 2, "layers": 1, "bf16": True, "vocab": 32, **FULL},
     "tied-tp2": {"world": 2, "tp": 2, "layers": 2, "bf16": True, "tied": True, "vocab": 32, **FLAT},
     "tied-pp2": {"world": 2, "pp": 2, "layers": 2, "bf16": True, "tied": True, "vocab": 32, **FULL},
 }
@@ -38,16 +41,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEP = ("step",)
 
 
+def _step(layout: str) -> str:
+    """How a layout makes steps: along losses, or along random gradients."""
+    return "gradients" if "cp" in LAYOUTS[layout] else "train"
+
+
 class Saved:
     """A training that was saved by us and by Megatron-Core itself after two steps, and its losses from then on."""
 
     def __init__(self, folder: Path, layout: str) -> None:
         self.ours, self.own = folder / "ck", folder / "own"
+        step = _step(layout)
         actions: list[dict[str, Any]] = [
-            {"train": 2},
+            {step: 2},
             {"save": str(self.ours)},
             {"own": str(self.own)},
-            {"train": 2},
+            {step: 2},
         ]
         self.losses = trained(folder, LAYOUTS[layout], *actions)["losses"][2:]
 
@@ -58,7 +67,7 @@ class Saved:
             {"load": str(self.ours)},
             {"own": str(own)},
             {"save": str(again)},
-            {"train": 2},
+            {_step(layout): 2},
         ]
         told = trained(folder, LAYOUTS[layout], *actions)
         assert (told["complete"], told["problems"], told["left"]) == (True, [], [])
@@ -120,6 +129,7 @@ def test_strategies_of_megatrons_own_functions(tp2: Saved, tmp_path: Path) -> No
     [
         ("tp2-pp2", ["dp4", "tp2-dp2", "tp2-plain", "one"]),
         ("tp2-plain", ["tp2-pp2"]),
+        ("cp2", ["cp2-tp2"]),
         ("vpp2", []),
         ("fp32", ["fp32-plain"]),
         ("fp32-plain", ["fp32"]),

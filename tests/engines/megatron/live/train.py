@@ -193,6 +193,10 @@ def main(job: dict[str, Any]) -> None:
         for what, value in action.items():
             if what == "train":
                 losses += [training.step() for _ in range(value)]
+            elif what == "gradients":
+                for _ in range(value):
+                    training.run.step(training.step_number)
+                    training.step_number += 1
             elif what == "save":
                 ucformat.torch.megatron.save(training.state(), value, **job.get("save", {}))
             elif what == "async_save":
