@@ -15,7 +15,12 @@ import torch
 from ucformat.engines.megatron.live_entries import loaded_tensor, rebuilt
 from ucformat.engines.megatron.live_optimizer import IDENTIFIERS
 from ucformat.engines.megatron.live_save import LiveModel, aliases_of
-from ucformat.errors import check_keywords, refuse_arguments
+from ucformat.errors import (
+    PermissionDenied,
+    UnsupportedError,
+    check_keywords,
+    refuse_arguments,
+)
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadOptions, RestoreArguments
@@ -133,6 +138,8 @@ class _Plan:
         self.values = FittedValues()
         self._tensors: list[LocalShard] = []
         self._padding: list[Matched] = []
+        self._weights: list[Held] = []
+        self._common: dict[str, Any] = {}
         self._steps: list[tuple[LivePart, float]] = []
         self._forgotten: list[LivePart] = []
         self._objects: dict[tuple[Any, ...], Any] = {}
@@ -147,10 +154,12 @@ class _Plan:
             if not part.empty:
                 part.make_states()
                 self._want_optimizer(part)
-        for held in (*live.weights(), *live.states(shared=False)):
+        for held in (*live.weights(steps=False), *live.states(shared=False)):
             if not (self._forgotten and is_of_step(held.info.key)):
                 self._want(held)
+        self._tell_padding()
         self._want_objects()
+        self._read_common()
         self.problems |= self.values.problems()
 
     def targets(self) -> LoadTargets:
@@ -197,23 +206,33 @@ class _Plan:
 
     def _want(self, held: Held) -> None:
         """Ask for a tensor; of the padding of a vocabulary as many rows as there are."""
+        self._weights.append(held)
         if not held.info.state.endswith(".padding"):
             self._tensors += held.targets()
             return
         stored = self._stored_padding(held.info)
         rows = 0 if stored is None else stored.shape[0]
-        if rows != held.info.shape[0] and held.info.state == "weight.padding":
-            self.values.inexact.append(
-                f"{held.info.name} is padded by {held.info.shape[0]} rows, in the checkpoint by "
-                f"{rows}; rows that only one has stay as they are, or are not loaded"
-            )
-        if stored is None or stored.dtype != held.info.dtype:
+        if stored is None:
             return
         if rows < held.info.shape[0]:
             held = held.first_rows(rows)
         info = replace(held.info, shape=stored.shape)
         for target in held.targets():
             self._padding.append(Matched(replace_info(target, info), stored))
+
+    def _tell_padding(self) -> None:
+        """Say where a vocabulary is padded by another number of rows."""
+        own = {
+            h.info.name: h.info.shape[0] for h in self._weights if h.info.state == "weight.padding"
+        }
+        for name in dict.fromkeys(h.info.name for h in self._weights if h.info.state == "weight"):
+            stored = self._stored_padding(TensorInfo(name, "weight.padding", "", ()))
+            rows = 0 if stored is None else stored.shape[0]
+            if rows != own.get(name, 0):
+                self.values.inexact.append(
+                    f"{name} is padded by {own.get(name, 0)} rows, in the checkpoint by {rows}; rows "
+                    "that only one has stay as they are, or are not loaded"
+                )
 
     def _stored_padding(self, info: TensorInfo) -> TensorInfo | None:
         name, state = self.names.get(info.name, info.name), info.state
@@ -323,6 +342,29 @@ class _Plan:
             with self.values.decoding(label) as lost:
                 self._objects[path] = decode(stored, item.data, trust=self.options.trust, lost=lost)
 
+    def _read_common(self) -> None:
+        """Read the values that are the same on all ranks, as Megatron's checkpoints have them."""
+        engine = self.ck.manifest.producer.get("engine.name", self.ck.kind)
+        asked = {item.key for item in self.live.entries.objects.values()}
+        for name, value in self.ck.objects.items() if engine in _ENGINES else ():
+            if name in asked or _SHARD.search(name) or "." in name:
+                continue
+            if name == "args" and isinstance(value, Mapping):
+                pairs = ((k, self._decoded(f"args.{k}", v)) for k, v in value.items())
+                self._common[name] = Namespace(**{k: v for k, v in pairs if v is not _ABSENT})
+            elif (decoded := self._decoded(name, value)) is not _ABSENT:
+                self._common[name] = decoded
+        if self.ck.metadata.step is not None:
+            self._common.setdefault("iteration", self.ck.metadata.step)
+
+    def _decoded(self, name: str, value: Any) -> Any:
+        """A value; one that only `trust=True` loads is left out, and told."""
+        try:
+            return decode(value, trust=self.options.trust)
+        except (PermissionDenied, UnsupportedError) as error:
+            self.values.inexact.append(f"the object {name} is not in `state`: {error.message}")
+            return _ABSENT
+
     def _put(self) -> None:
         """Apply what was read."""
         self.values.put()
@@ -347,20 +389,7 @@ class _Plan:
                 return self._objects.get(path)
             return loaded_tensor(entries, path)
 
-        common = {}
-        if self.ck.manifest.producer.get("engine.name", self.ck.kind) in (
-            "megatron-core",
-            "megatron",
-        ):
-            asked = {item.key for item in entries.objects.values()}
-            for name, value in self.ck.objects.items():
-                if name in asked or _SHARD.search(name) or "." in name:
-                    continue
-                common[name] = decode(value, trust=self.options.trust)
-            if isinstance(common.get("args"), dict):
-                common["args"] = Namespace(**common["args"])
-        if self.ck.metadata.step is not None:
-            common.setdefault("iteration", self.ck.metadata.step)
+        common = self._common
         own = {k: v for k, v in rebuilt(sharded_state_dict, put).items() if v != {}}
         for key in own.keys() & common.keys():
             if not isinstance(own[key], dict) or not isinstance(common[key], dict):
@@ -370,6 +399,7 @@ class _Plan:
 
 
 _ABSENT = object()
+_ENGINES = ("megatron-core", "megatron")  # ours, and the kind of Megatron's own
 _SHARD = re.compile(r"/shard_[\d.]*_[\d.]*$")
 #: Options that select an implementation, or are no hyper-parameters.
 _NOT_HYPER = frozenset(

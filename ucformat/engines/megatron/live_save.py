@@ -99,13 +99,17 @@ class LiveModel:
             if not part.distributed
         }
 
-    def weights(self) -> list[Held]:
-        """What this rank holds of the tensors that the state dict names, and of whole states."""
+    def weights(self, *, steps: bool = True) -> list[Held]:
+        """What this rank holds of the tensors that the state dict names, and of whole states.
+
+        Args:
+            steps: also the step that all parameters share, as a tensor of each.
+        """
         named = [self.entries, *self.said.values()]
         regions = [
             r for entries in named for of_entry in entries.tensors.values() for r in of_entry
         ]
-        regions += self._steps(regions, named)
+        regions += self._steps(regions, named) if steps else ()
         return list(held_weights(regions, self.layout, self.rows))
 
     def states(self, *, shared: bool = True) -> Iterator[Held]:

@@ -31,6 +31,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"world": 4, "ep": 2, "experts": 4, **GATED, **FLAT},
     "experts-pp2": {"world": 2, "pp": 2, "experts": 4, **GATED, **FULL},
     "experts-one": {"world": 1, "experts": 4, **GATED},
+    "padded": {"world": 2, "tp": 2, **GATED, **FLAT, "vocab": 19},
+    "padded-one": {"world": 1, **GATED, **FLAT, "vocab": 19},
     # without training steps, for which context parallelism needs Transformer Engine
     "cp2": {"world": 2, "cp": 2, "layers": 1, "bf16": True, "vocab": 32, **FLAT},
     "cp2-tp2": {"world": 4, "cp": 2, "tp": 2, "layers": 1, "bf16": True, "vocab": 32, **FULL},
@@ -121,6 +123,22 @@ def test_strategies_of_megatrons_own_functions(tp2: Saved, tmp_path: Path) -> No
     told = trained(tmp_path / "load", LAYOUTS["pp2"], *actions)
     assert differences(place, again) == []
     assert told["losses"] == pytest.approx(tp2.losses, rel=1e-3)
+
+
+@pytest.mark.matrix
+def test_a_vocabulary_that_is_padded_otherwise(tmp_path: Path) -> None:
+    """Rows that both have are loaded, and the report says that they are others."""
+    first, again = Saved(tmp_path / "padded", "padded"), tmp_path / "again"
+    told = trained(tmp_path, LAYOUTS["padded-one"], {"load": str(first.ours)}, {"save": str(again)})
+    assert told["complete"] is False
+    assert len(told["problems"]) == 2
+    assert all("is padded by 5 rows, in the checkpoint by 13" in line for line in told["problems"])
+    a, b = ucformat.open(str(first.ours)), ucformat.open(str(again))
+    assert a.tensors.keys() - b.tensors.keys() == set()
+    for key in a.tensors:
+        x, y = a[key][...], b[key][...]
+        assert x[: len(y)].tobytes() == y.tobytes()
+        assert key.state.endswith(".padding") or x.shape == y.shape
 
 
 @pytest.mark.matrix

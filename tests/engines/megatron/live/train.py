@@ -144,6 +144,8 @@ class Training:
 
         how = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
         saving, for_load = ucformat.torch.megatron.strategies(self.optimizer)
+        if loading:
+            self.run.step(7)  # makes the states, which Megatron-Core does not without Apex
         model = self.model()
         of_optimizer = self.optimizer.sharded_state_dict(
             model, is_loading=loading, metadata=dict(how)
