@@ -1,14 +1,15 @@
-"""`load`: fills what the ranks of Megatron-Core hold from a checkpoint of any engine and layout."""
+"""`load` and `certify`: fill what the ranks of Megatron-Core hold, or compare it, with a checkpoint of any engine."""
 
 from __future__ import annotations
 
 import re
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import setitem
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 
@@ -24,6 +25,7 @@ from ucformat.errors import (
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadOptions, RestoreArguments
+from ucformat.torch.loading.certify import CertifyArguments, LiveState, certify_local
 from ucformat.torch.loading.load import LoadReport, LoadTargets, load_local
 from ucformat.torch.loading.match import (
     PARAMETER,
@@ -42,7 +44,7 @@ from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from os import PathLike
 
     import torch.distributed as dist
@@ -51,11 +53,12 @@ if TYPE_CHECKING:
     from ucformat.engines.megatron.live_optimizer import LivePart
     from ucformat.engines.megatron.live_shards import Held
     from ucformat.reading.execute import ReadOptions
+    from ucformat.torch.certificate import Certificate
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.match import Strict
     from ucformat.torch.loading.read import ReadAmount
 
-__all__ = ["MegatronReport", "load"]
+__all__ = ["MegatronReport", "certify", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,58 @@ def load(
             raise
         with group.sharing_errors():
             state = plan.state(sharded_state_dict)
-    return MegatronReport(**{f.name: getattr(report, f.name) for f in fields(report)}, state=state)
+        loaded = {f.name: getattr(report, f.name) for f in fields(report)}
+        if options.certify:
+            certificate = _certified(sharded_state_dict, ck, group, options, vocab_size)
+            loaded["certificate"] = certificate.checked()
+    return MegatronReport(**loaded, state=state)
+
+
+def certify(
+    sharded_state_dict: Mapping[str, Any],
+    ref: str | PathLike[str] | Checkpoint,
+    *,
+    vocab_size: int | None = None,
+    **arguments: Unpack[CertifyArguments],
+) -> Certificate:
+    """Compare what the ranks of a training with Megatron-Core hold now with what a checkpoint has.
+
+    All ranks call this together. Padding of a vocabulary is compared where it has as many rows.
+
+    Args:
+        sharded_state_dict: as for `load`; without the optimizer, only weights are compared.
+        ref: as for `load`.
+        vocab_size: as for `load`.
+        arguments: as for `ucformat.torch.certify`, but `group` and `names`.
+
+    Returns:
+        the certificate, the same on all ranks; true if everything is equal.
+    """
+    check_keywords("certify", arguments, CertifyArguments)
+    refuse_arguments("ucformat.torch.megatron.certify", arguments, _REFUSED)
+    with group_for_call("certify", ref, timeout=arguments.get("timeout", TIMEOUT)) as group:
+        ck = open_together(ref, group)
+        options = LoadOptions.of("report", cast("Any", arguments))
+        return _certified(sharded_state_dict, ck, group, options, vocab_size)
+
+
+def _certified(
+    state: Mapping[str, Any],
+    ck: Checkpoint,
+    group: Group,
+    options: LoadOptions,
+    vocab_size: int | None,
+) -> Certificate:
+    """Compare what the ranks of a group hold; see `certify`."""
+    begun = time.monotonic()
+    with group.sharing_errors():
+        plan = _Plan(options)
+        live = plan.held(state, ck, vocab_size)
+    return certify_local(live, ck, group, plan.options, plan.names, begun)
 
 
 _REFUSED = {
     "names": "the keys of the sharded state dict are the names in the whole model",
-    "certify": "save what is held now with `save`, and compare with `ucp diff`",
 }
 
 
@@ -162,13 +211,56 @@ class _Plan:
         self._read_common()
         self.problems |= self.values.problems()
 
+    def held(self, state: Mapping[str, Any], ck: Checkpoint, vocab_size: int | None) -> LiveState:
+        """What this rank holds now, to be compared; nothing is made."""
+        self.ck, self.names = ck, stored_names(ck, self.options.rename)
+        self.live = live = LiveModel(state, vocab_size, rows=self._stored_rows)
+        tensors: list[LocalShard] = []
+        optimized: set[str] = set()
+        for part in live.parts if holds_training(ck) else ():
+            if not part.empty:
+                names = [name for of_group in part.numbered_names() for name in of_group]
+                optimized.update(self.names.get(name, name) for name in names)
+                tensors += self._compare_step(part, names)
+                self._want_groups(part)
+        for held in (*live.weights(steps=False), *live.states()):
+            stored = self._stored_padding(held.info.key)
+            if not held.info.state.endswith(".padding") or (
+                stored is not None and stored.shape == held.info.shape
+            ):
+                tensors.append(held.shard())
+        self._leave_padding({t.info.key for t in tensors})
+        trained = bool(live.parts) and holds_training(ck)
+        return LiveState(
+            tensors,
+            aliases_of(live),
+            self.values.problems(),
+            [self.values],
+            frozenset(optimized),
+            live.layout.degrees,
+            optimizer=trained,
+        )
+
+    def _compare_step(self, part: LivePart, names: Sequence[str]) -> Iterator[LocalShard]:
+        """The step as the checkpoint has it: a tensor of each parameter, or a value."""
+        step = part.step()
+        for name in names:
+            info = self.ck.tensors.get(Key(self.names.get(name, name), "step"))
+            if info is not None and not info.shape and step is not None:
+                yield local_of(name, "step", torch.tensor(step, dtype=torch_dtype(info.dtype)))
+        if step is not None and not any(key.state == "step" for key in self.ck.tensors):
+            self.values.compare("the step", float(step), self._step(names))
+
+    def _leave_padding(self, but: Collection[Key] = ()) -> None:
+        """Leave the padding of vocabularies, which is read or compared by its rows, but for some."""
+        padding = (key for key in self.ck.tensors if key.state.endswith(".padding"))
+        handled = tuple(f"{key.name}.{key.state}" for key in padding if key not in but)
+        self.options = replace(self.options, leave=(*self.options.leave, *handled))
+
     def targets(self) -> LoadTargets:
         """What this rank asks of the checkpoint."""
         optimizer = bool(self.live.parts)
-        handled = tuple(
-            f"{key.name}.{key.state}" for key in self.ck.tensors if key.state.endswith(".padding")
-        )
-        self.options = replace(self.options, leave=(*self.options.leave, *handled))
+        self._leave_padding()
         return LoadTargets(
             self._tensors,
             aliases_of(self.live),
@@ -210,7 +302,7 @@ class _Plan:
         if not held.info.state.endswith(".padding"):
             self._tensors += held.targets()
             return
-        stored = self._stored_padding(held.info)
+        stored = self._stored_padding(held.info.key)
         rows = 0 if stored is None else stored.shape[0]
         if stored is None:
             return
@@ -226,7 +318,7 @@ class _Plan:
             h.info.name: h.info.shape[0] for h in self._weights if h.info.state == "weight.padding"
         }
         for name in dict.fromkeys(h.info.name for h in self._weights if h.info.state == "weight"):
-            stored = self._stored_padding(TensorInfo(name, "weight.padding", "", ()))
+            stored = self._stored_padding(Key(name, "weight.padding"))
             rows = 0 if stored is None else stored.shape[0]
             if rows != own.get(name, 0):
                 self.values.inexact.append(
@@ -234,8 +326,9 @@ class _Plan:
                     "that only one has stay as they are, or are not loaded"
                 )
 
-    def _stored_padding(self, info: TensorInfo) -> TensorInfo | None:
-        name, state = self.names.get(info.name, info.name), info.state
+    def _stored_padding(self, key: Key) -> TensorInfo | None:
+        """What the checkpoint has of the rows that pad a vocabulary; of fp32 copies perhaps as weights."""
+        name, state = self.names.get(key.name, key.name), key.state
         stored = self.ck.tensors.get(Key(name, state))
         if stored is None and state == "master.padding":
             stored = self.ck.tensors.get(Key(name, "weight.padding"))

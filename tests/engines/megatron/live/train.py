@@ -124,7 +124,7 @@ class Training:
         import ucformat.torch.megatron
 
         state = {**self.model(), "optimizer": self.optimizer}
-        report = ucformat.torch.megatron.load(state, place, **how)
+        report = ucformat.torch.megatron.load(state, place, certify="vocab" in self.spec, **how)
         self.told = {
             "left": report.left,
             "problems": report.problems.lines(unexpected=True),
