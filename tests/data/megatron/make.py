@@ -231,6 +231,9 @@ def built(spec: dict[str, Any]) -> Run:
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_("frozen" not in spec or spec["frozen"] not in parameter_name)
         wrapped = Float16Module(config, model) if spec.get("bf16") else model
+        for parameter_name, parameter in model.named_parameters():
+            if "fp32" in spec and spec["fp32"] in parameter_name:
+                parameter.data = parameter.data.float()
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=bool(spec.get("optimizer")),

@@ -96,6 +96,7 @@ def weights_alone(folder: Path) -> dict[str, Any]:
     training.step()
     um.save(training.state(), folder / "all")
     um.save(training.model(), folder / "weights")
+    um.async_save(training.state(), folder / "later", form="packed").wait()
     whole = [p.detach().clone() for p in training.run.models[0].parameters()]
     training.step()
     report = um.load(training.model(), folder / "all", strict=True)

@@ -14,13 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["differences", "trained"]
 
 
-def trained(
-    folder: Path, spec: dict[str, Any], *actions: dict[str, Any], **how: Any
-) -> dict[str, Any]:
+def trained(folder: Path, spec: dict[str, Any], *actions: dict[str, Any]) -> dict[str, Any]:
     """What the first rank of a training tells (`train.py`); it writes below the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     told = folder / "told.json"
-    job = {"spec": spec, "actions": actions, "to": str(told), **how}
+    job = {"spec": spec, "actions": actions, "to": str(told)}
     script = ["-m", "tests.engines.megatron.live.train", json.dumps(job)]
     fork(spec["world"], script, folder / "log", ("tests.engines.megatron.live.beside",))
     found: dict[str, Any] = json.loads(told.read_text())

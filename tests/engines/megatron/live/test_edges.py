@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.engines.megatron.live.running import differences
 from tests.torch.running import fork
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     found = told("weights_alone", tmp_path)
     assert (found["complete"], found["same"], found["lineage"]) == (True, True, "finetune")
     assert "the checkpoint contains only weights" in found["refused"][1]
+    assert differences(tmp_path / "all", tmp_path / "later") == []
 
 
 def test_the_padding_of_a_vocabulary(tmp_path: Path) -> None:

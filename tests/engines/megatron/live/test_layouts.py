@@ -126,6 +126,25 @@ def test_strategies_of_megatrons_own_functions(tp2: Saved, tmp_path: Path) -> No
 
 
 @pytest.mark.matrix
+def test_tensors_are_described(tmp_path: Path) -> None:
+    """But for halves that are cut, in which a rank has two boxes; flat buckets, too."""
+    told = trained(tmp_path, LAYOUTS["tp2-dp2"], {"train": 1}, {"list": 1})
+    states = ("exp_avg", "exp_avg_sq", "master", "weight")
+    gated = "decoder.layers.{}.mlp.linear_fc1.weight ({})"
+    assert told["listed"] == sorted(gated.format(i, state) for i in range(2) for state in states)
+
+
+@pytest.mark.matrix
+def test_a_group_with_parameters_of_two_dtypes(tmp_path: Path) -> None:
+    """Megatron-Core 0.16.1 takes their states for each other's in its own checkpoints."""
+    mixed = {**LAYOUTS["one"], "fp32": "pre_mlp_layernorm"}
+    for name, spec in (("flat", {**mixed, **FLAT}), ("plain", mixed)):
+        trained(tmp_path / name, spec, {"gradients": 2}, {"save": str(tmp_path / name / "ck")})
+    states = (*STEP, "master")
+    assert differences(tmp_path / "flat" / "ck", tmp_path / "plain" / "ck", states=states) == []
+
+
+@pytest.mark.matrix
 def test_a_vocabulary_that_is_padded_otherwise(tmp_path: Path) -> None:
     """Rows that both have are loaded, and the report says that they are others."""
     first, again = Saved(tmp_path / "padded", "padded"), tmp_path / "again"

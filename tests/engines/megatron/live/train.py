@@ -12,12 +12,15 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 import tests.engines.megatron.live.beside  # noqa: F401
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROWS, SEQUENCE = 4, 6  # of a batch
 
@@ -120,11 +123,18 @@ class Training:
             "checkpoint_version": 3.0,
         }
 
-    def load(self, place: str, **how: Any) -> None:
+    def listed(self) -> list[str]:
+        """The tensors that this rank can only list, as their boxes do not follow from a description."""
+        import ucformat.torch.megatron
+
+        state = ucformat.torch.megatron.collect(self.state())
+        return sorted(str(t.key) for t in state.tensors if t.distribution is None)
+
+    def load(self, place: str) -> None:
         import ucformat.torch.megatron
 
         state = {**self.model(), "optimizer": self.optimizer}
-        report = ucformat.torch.megatron.load(state, place, certify="vocab" in self.spec, **how)
+        report = ucformat.torch.megatron.load(state, place, certify=True)
         self.told = {
             "left": report.left,
             "problems": report.problems.lines(unexpected=True),
@@ -187,28 +197,29 @@ class Training:
 
 
 def main(job: dict[str, Any]) -> None:
-    import ucformat.torch.megatron
+    import ucformat.torch.megatron as um
 
     training = Training(job["spec"])
     losses: list[float] = []
+
+    def gradients(count: int) -> None:
+        for _ in range(count):
+            training.run.step(training.step_number)
+            training.step_number += 1
+
+    actions: dict[str, Callable[[Any], object]] = {
+        "train": lambda count: losses.extend(training.step() for _ in range(count)),
+        "gradients": gradients,
+        "save": lambda place: um.save(training.state(), place),
+        "load": training.load,
+        "own": lambda place: training.engines_own(Path(place)),
+        "list": lambda _: training.told.update(listed=training.listed()),
+        "strategy_save": lambda place: training.with_strategy(place, loading=False),
+        "strategy_load": lambda place: training.with_strategy(place, loading=True),
+    }
     for action in job["actions"]:
         for what, value in action.items():
-            if what == "train":
-                losses += [training.step() for _ in range(value)]
-            elif what == "gradients":
-                for _ in range(value):
-                    training.run.step(training.step_number)
-                    training.step_number += 1
-            elif what == "save":
-                ucformat.torch.megatron.save(training.state(), value, **job.get("save", {}))
-            elif what == "async_save":
-                ucformat.torch.megatron.async_save(training.state(), value).wait()
-            elif what == "load":
-                training.load(value, **job.get("load", {}))
-            elif what.startswith("strategy_"):
-                training.with_strategy(value, loading=what == "strategy_load")
-            elif what == "own":
-                training.engines_own(Path(value))
+            actions[what](value)
     if dist.get_rank() == 0:
         Path(job["to"]).write_text(json.dumps({"losses": losses, **training.told}))
     dist.barrier()
