@@ -41,7 +41,7 @@ class Region:
 
 
 @dataclass
-class Entries:
+class StateEntries:
     """What a sharded state dict consists of.
 
     Attributes:
@@ -94,11 +94,11 @@ def _address(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset() * tensor.element_size()
 
 
-def read_entries(sharded_state_dict: Mapping[Any, Any], *, local: bool = False) -> Entries:
+def read_entries(sharded_state_dict: Mapping[Any, Any], *, local: bool = False) -> StateEntries:
     """Sort the entries of a sharded state dict, as `dist_checkpointing.save` takes it, and of live optimizers.
 
     Args:
-        local: as in `Entries`, if it is known.
+        local: as in `StateEntries`, if it is known.
 
     Raises:
         UsageError: an entry has no data.
@@ -112,7 +112,7 @@ def read_entries(sharded_state_dict: Mapping[Any, Any], *, local: bool = False) 
     )
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-    entries = Entries()
+    entries = StateEntries()
     leaves = list(_leaves((), sharded_state_dict))
     sharded = [(p, v) for p, v in leaves if isinstance(v, ShardedTensor | ShardedTensorFactory)]
     entries.local = local = local or any(_is_unfused(path, value.key) for path, value in sharded)
@@ -212,7 +212,7 @@ def _regions(entry: Any, *, local: bool) -> Iterator[Region]:
         )
 
 
-def loaded_tensor(entries: Entries, path: Path) -> torch.Tensor:
+def loaded_tensor(entries: StateEntries, path: Path) -> torch.Tensor:
     """The tensor of an entry after its regions are filled: that which it was made of, or what a factory merges."""
     owner = entries.owners[path]
     storage = owner.untyped_storage().data_ptr()

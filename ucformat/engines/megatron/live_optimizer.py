@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.engines.megatron.live_entries import Region, WeightRegions
-    from ucformat.engines.megatron.live_shards import Held, Layout, Rows
+    from ucformat.engines.megatron.live_shards import Held, StageLayout, Rows
 
 #: What tells Megatron's optimizer groups apart, on all stages alike.
 IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 @dataclass(frozen=True, slots=True)
-class LiveState:
+class OptimizerState:
     """One state of one parameter in the distributed optimizer: the memory of this rank's range, or None."""
 
     flat: FlatRange
@@ -44,7 +44,7 @@ class LiveState:
         own, whole = self.memory.untyped_storage(), self.flat.parameter.untyped_storage()
         return bool(own.data_ptr() == whole.data_ptr())
 
-    def held(self, layout: Layout, rows: Rows) -> Iterator[Held]:
+    def held(self, layout: StageLayout, rows: Rows) -> Iterator[Held]:
         """What this rank holds of it."""
         return held_states(self.flat, self.state, self.dtype, self.memory, layout, rows)
 
@@ -105,7 +105,7 @@ class LivePart:
             )
         return regions
 
-    def states(self) -> Iterator[LiveState]:
+    def states(self) -> Iterator[OptimizerState]:
         """The states of the distributed optimizer: those of every parameter of each bucket."""
         dtypes: dict[str, torch.dtype] = {"master": torch.float32}
         for main in self._mains.values():
@@ -113,7 +113,7 @@ class LivePart:
         for flat, main in self._ranges():
             own = {} if main is None else {"master": main.detach(), **self._flat_states(main)}
             for state, dtype in dtypes.items():
-                yield LiveState(flat, state, dtype, own.get(state))
+                yield OptimizerState(flat, state, dtype, own.get(state))
 
     def _flat_states(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
         """The states of a range that have its shape; the rest must be the step."""

@@ -11,7 +11,7 @@ import torch
 from ucformat.engines.megatron.folder import MegatronArguments
 from ucformat.engines.megatron.live_entries import Region, place, read_entries
 from ucformat.engines.megatron.live_optimizer import live_parts
-from ucformat.engines.megatron.live_shards import Layout, held_weights
+from ucformat.engines.megatron.live_shards import StageLayout, held_weights
 from ucformat.engines.megatron.names import Member, groups_by_rule
 from ucformat.errors import UnsupportedError, refuse_arguments
 from ucformat.geometry.box import Box
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from os import PathLike
 
-    from ucformat.engines.megatron.live_entries import Entries
+    from ucformat.engines.megatron.live_entries import StateEntries
     from ucformat.engines.megatron.live_shards import Held, Rows
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.saving.options import SaveArguments
@@ -63,7 +63,7 @@ class LiveModel:
     ) -> None:
         self.entries = entries = read_entries(sharded_state_dict)
         self._rows = rows
-        self.layout = Layout()
+        self.layout = StageLayout()
         recorded = entries.plain.get("args")
         values = vars(recorded) if isinstance(recorded, Namespace) else recorded
         self.args = MegatronArguments.of(values, vocab_size, "the state")
@@ -88,7 +88,7 @@ class LiveModel:
         return rows if self._rows is None or name not in self._resizable else self._rows(name, rows)
 
     @cached_property
-    def said(self) -> dict[int, Entries]:
+    def said(self) -> dict[int, StateEntries]:
         """What optimizers that are not distributed say themselves, by their number."""
         return {
             number: read_entries(
@@ -124,7 +124,7 @@ class LiveModel:
                     if shared or not state.is_shared:
                         yield from state.held(self.layout, self.rows)
 
-    def _steps(self, regions: list[Region], named: list[Entries]) -> Iterator[Region]:
+    def _steps(self, regions: list[Region], named: list[StateEntries]) -> Iterator[Region]:
         """The step of every parameter with whole states, which Megatron keeps once."""
         values = [v for entries in named for v in _values(entries.plain, _STEP)]
         steps = [v for v in values if torch.is_tensor(v) and not v.dim()]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _DP, _TP = 0, 1
 
 
-class Layout:
+class StageLayout:
     """The parallel groups of this rank: the ranks of its stage, as meshes of data-parallel by tensor-parallel ranks.
 
     Experts have groups of their own. A mesh is None where the groups are not those of
@@ -158,7 +158,7 @@ def _rows_of(key: Key, shape: tuple[int, ...], rows: Rows) -> list[_Rows]:
     return [_Rows(key, 0, (kept, *shape[1:])), _Rows(key.padding, kept, (padding, *shape[1:]))]
 
 
-def held_weights(regions: Iterable[Region], layout: Layout, rows: Rows) -> Iterator[Held]:
+def held_weights(regions: Iterable[Region], layout: StageLayout, rows: Rows) -> Iterator[Held]:
     """What this rank holds of the tensors of these regions, the padding of a vocabulary apart."""
     by_key: dict[Key, list[Region]] = {}
     for region in regions:
@@ -204,7 +204,7 @@ def held_states(
     state: str,
     dtype: torch.dtype,
     memory: torch.Tensor | None,
-    layout: Layout,
+    layout: StageLayout,
     rows: Rows,
 ) -> Iterator[Held]:
     """What this rank holds of a state of a parameter, in flat memory of its range (None: the range is empty)."""
