@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.engines.megatron.live_entries import Region, WeightRegions
-    from ucformat.engines.megatron.live_shards import Held, StageLayout, Rows
+    from ucformat.engines.megatron.live_shards import Held, Rows, StageLayout
 
 #: What tells Megatron's optimizer groups apart, on all stages alike.
 IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
