@@ -321,3 +321,60 @@ class TestErrors:
     def test_a_number_that_is_missing(self) -> None:
         with pytest.raises(LayoutError, match="1 is missing"):
             seen({"a.0": counting(2), "a.2": counting(2)}, {"stack": r"/a\.(\d+)/", "into": "a"})
+
+
+class TestComposed:
+    """Tensors tiled by boxes of others, as `capture` says them."""
+
+    def step(self, parts: list[dict[str, Any]], *shape: int, **of: Any) -> dict[str, Any]:
+        return {"compose": {"p": {"shape": list(shape), "parts": parts}}, "of": of}
+
+    def test_boxes_that_are_moved_turned_and_cast(self) -> None:
+        a, b = counting(4, 6), counting(3, 2, dtype="float64", start=100)
+        parts = [
+            {"from": "a", "start": [1, 2], "size": [2, 3], "axes": [1, 0]},
+            {"from": "b", "at": [0, 2], "cast": "float32"},
+        ]
+        found = seen({"a": a, "b": b}, self.step(parts, 3, 4))
+        assert list(found) == ["p"]
+        wanted = np.concatenate([a[1:3, 2:5].T, b.astype("float32")], axis=1)
+        assert same(found["p"], wanted)
+
+    def test_a_new_dim_and_a_dim_less(self) -> None:
+        a, b = counting(4), counting(1, 4, start=10)
+        parts: list[dict[str, Any]] = [
+            {"from": "a", "axes": [None, 0]},
+            {"from": "b", "at": [1, 0], "axes": [None, 1]},
+        ]
+        assert same(seen({"a": a, "b": b}, self.step(parts, 2, 4))["p"], np.stack([a, b[0]]))
+
+    def test_states_follow(self) -> None:
+        arrays = {("a", s): counting(4, start=i) for i, s in enumerate(("weight", "exp_avg"))}
+        parts = [{"from": "a", "start": [1], "size": [2]}]
+        view = checkpoint(arrays | {("a", "step"): counting(1)}).view([self.step(parts, 2)])
+        assert same(view["p", "exp_avg"].read(), counting(4, start=1)[1:3])
+        assert view["p", "step"].shape == (1,)
+
+    @pytest.mark.parametrize(
+        ("parts", "message"),
+        [
+            ([{"from": "a", "size": [2]}], "p"),
+            ([{"from": "a", "start": [3], "size": [2]}], "has no box"),
+            ([{"from": "a", "size": [4, 1]}], "has not its dims"),
+            ([{"from": "a", "axes": [1]}], "not the axes"),
+            ([{"from": "x"}], "needs x"),
+            ([{"from": "a"}, {"from": "a"}], "from two sources"),
+            ([{"from": "a", "size": [2]}, {"from": "d", "at": [2]}], "several dtypes"),
+        ],
+    )
+    def test_what_does_not_tile_it_is_refused(
+        self, parts: list[dict[str, Any]], message: str
+    ) -> None:
+        arrays = {"a": counting(4), "d": counting(2, dtype="float64")}
+        with pytest.raises(LayoutError, match=message):
+            seen(arrays, self.step(parts, 4))
+
+    def test_another_tensor_is_refused(self) -> None:
+        step = self.step([{"from": "a"}], 4, a={"dtype": "bfloat16", "shape": [4]})
+        with pytest.raises(LayoutError, match=r"a is float32 \[4\], and must be bfloat16 \[4\]"):
+            seen({"a": counting(4)}, step)

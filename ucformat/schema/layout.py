@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from ucformat.schema.view import Count as Size
-from ucformat.schema.view import Index, Names, Step, Text, Written, keys_of
+from ucformat.schema.view import ExpectedTensor, Index, Names, Step, Text, Written, keys_of
 
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
@@ -174,6 +174,24 @@ class RenameDoc(Written):
     to: Text
 
 
+class CapturedDoc(Written):
+    """Of which engine and model `ucformat.torch.capture` recorded a layout: it fits no others."""
+
+    engine: Annotated[dict[Text, Text], Field(min_length=1)] = Field(
+        description="The packages of the engine, and their versions."
+    )
+    model: Text = Field(description="The class of the model.")
+    config: Any = Field(None, description="The configuration of the model.")
+    rank: Index = Field(description="The rank that loaded.")
+    ranks: Size = Field(description="How many ranks there were.")
+    tensors: dict[Text, ExpectedTensor] = Field(
+        description="All parameters and persistent buffers of the model on this rank."
+    )
+    ties: dict[Text, Text] = Field({}, description="Further names of these, and the first ones.")
+    kept: list[Text] = Field([], description="Those that the loader does not fill.")
+    unused: list[Text] = Field([], description="Tensors of the checkpoint that it does not use.")
+
+
 class LayoutDocument(Written):
     """A whole layout file."""
 
@@ -206,6 +224,9 @@ class LayoutDocument(Written):
     )
     renames: list[RenameDoc] = Field(
         [], description="Names of a source's tensors; the first match wins."
+    )
+    captured: CapturedDoc | None = Field(
+        None, description="What it was captured from; `CapturedLayout` checks it."
     )
 
 

@@ -195,6 +195,56 @@ class Mean(Written):
     into: Text = Field(description=_TEMPLATE)
 
 
+class ComposedPart(Written):
+    """A box of a tensor that becomes a box of another one."""
+
+    from_: Text = Field(alias="from", description="The tensor that it is taken from.")
+    start: list[Index] | None = Field(None, description="Where the box begins; default: at 0.")
+    size: list[Index] | None = Field(
+        None, description="The shape of the box; default: the tensor's."
+    )
+    at: list[Index] | None = Field(
+        None, description="Where it begins in the composed tensor; default: at 0."
+    )
+    axes: list[Index | None] | None = Field(
+        None,
+        description=(
+            "For each dim of the composed tensor the dim of the box, null for one of size 1; by "
+            "default the same dims."
+        ),
+    )
+    cast: str | None = Field(
+        None,
+        description="The dtype to which values are rounded.",
+        json_schema_extra={"enum": [*sorted(CASTABLE)]},
+    )
+
+
+class ComposedTensor(Written):
+    """A tensor composed of boxes of others, which tile it."""
+
+    shape: list[Index]
+    parts: Annotated[list[ComposedPart], Field(min_length=1)]
+
+
+class ExpectedTensor(Written):
+    """What a tensor must be."""
+
+    dtype: Text
+    shape: list[Index]
+
+
+class Compose(Written):
+    """Only these tensors are left, each composed of boxes of others: what an engine's loader makes."""
+
+    compose: Annotated[dict[Text, ComposedTensor], Field(min_length=1)] = Field(
+        description="Name -> shape and parts."
+    )
+    of: dict[Text, ExpectedTensor] = Field(
+        {}, description="What the tensors must be of which these are composed."
+    )
+
+
 class Preset(Written):
     """The steps between two families of models."""
 
@@ -226,7 +276,7 @@ STEPS: dict[str, type[Written]] = {
             Stack,
             Unstack,
         ),
-        *(AliasStep, Untie, Cast, Mean, Preset),
+        *(AliasStep, Untie, Cast, Mean, Compose, Preset),
     )
 }
 
@@ -259,6 +309,7 @@ Step = Annotated[
     | Annotated[Untie, Tag("untie")]
     | Annotated[Cast, Tag("cast")]
     | Annotated[Mean, Tag("mean")]
+    | Annotated[Compose, Tag("compose")]
     | Annotated[Preset, Tag("preset")],
     Discriminator(
         _verb,

@@ -19,6 +19,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.patterns import expand
 from ucformat.geometry.placement import compile_match
 from ucformat.geometry.tensor import Key
+from ucformat.geometry.view import BoxPair
 from ucformat.schema import CASTABLE, NUMBERS
 from ucformat.schema import view as schema
 from ucformat.views.table import Formula, Picks, ViewedTensor, chosen, compose, part_of, renamed
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.geometry.view import View
-    from ucformat.schema.view import Labelled, Take
+    from ucformat.schema.view import ComposedPart, Labelled, Take
     from ucformat.views.table import ViewTable
 
 
@@ -211,21 +212,23 @@ def cast(
     table: ViewTable, name: str, entry: ViewedTensor, states: set[str], dtype: str
 ) -> ViewedTensor:
     """Round states of a tensor to another floating-point dtype."""
-
-    def change(view: View) -> View:
-        if view.info.dtype == dtype:
-            return view
-        for checked, allowed in ((view.info.dtype, NUMBERS), (dtype, CASTABLE)):
-            if checked not in allowed:
-                raise LayoutError(
-                    f"{name} ({view.info.state}) is {view.info.dtype}, which is not cast to "
-                    f"{dtype}",
-                    hint="only floating-point values are",
-                )
-        return table.computed(Formula(replace(view.info, dtype=dtype), "cast", (view,)))
-
-    changed = {s: change(v) if s in states else v for s, v in entry.states.items()}
+    changed = {
+        s: cast_view(table, name, v, dtype) if s in states else v for s, v in entry.states.items()
+    }
     return replace(entry, states=changed)
+
+
+def cast_view(table: ViewTable, name: str, view: View, dtype: str) -> View:
+    """Round a state of a tensor to another floating-point dtype."""
+    if view.info.dtype == dtype:
+        return view
+    for checked, allowed in ((view.info.dtype, NUMBERS), (dtype, CASTABLE)):
+        if checked not in allowed:
+            raise LayoutError(
+                f"{name} ({view.info.state}) is {view.info.dtype}, which is not cast to {dtype}",
+                hint="only floating-point values are",
+            )
+    return table.computed(Formula(replace(view.info, dtype=dtype), "cast", (view,)))
 
 
 def meaned(table: ViewTable, name: str, members: Named) -> ViewedTensor:
@@ -248,6 +251,50 @@ def meaned(table: ViewTable, name: str, members: Named) -> ViewedTensor:
     return _together(name, members, join)
 
 
+def composed(
+    table: ViewTable, name: str, shape: Shape, parts: Sequence[ComposedPart]
+) -> ViewedTensor:
+    """Compose a tensor of boxes of others."""
+    members = [(part.from_, table.entries[part.from_]) for part in parts]
+
+    def join(views: Sequence[View]) -> View:
+        taken = []
+        for part, view in zip(parts, views, strict=True):
+            source = view.info.shape
+            start = tuple(part.start) if part.start is not None else (0,) * len(source)
+            size = tuple(part.size) if part.size is not None else source
+            at = tuple(part.at) if part.at is not None else (0,) * len(shape)
+            axes = tuple(range(len(source))) if part.axes is None else tuple(part.axes)
+            if not len(start) == len(size) == len(source) or not len(at) == len(axes) == len(shape):
+                raise LayoutError(
+                    f"the box of {part.from_} has not its dims {source}, or not those of {shape}"
+                )
+            box = Box(start, size)
+            if not Box.whole(source).contains(box):
+                raise LayoutError(f"{part.from_} has the shape {source}, which has no box {box}")
+            if any(a is not None and a >= len(source) for a in axes):
+                raise LayoutError(f"{part.from_} has the shape {source}, and not the axes {axes}")
+            target = Box(at, tuple(1 if a is None else size[a] for a in axes))
+            if part.cast is not None and view.info.dtype != part.cast:
+                boxed = compose(
+                    replace(view.info, shape=size), [part_of(view, Box.whole(size), box)]
+                )
+                view = cast_view(table, part.from_, boxed, part.cast)  # noqa: PLW2901
+                box = Box.whole(size)
+            taken.append((view, BoxPair(target, box, axes)))
+        info = replace(taken[0][0].info if taken else views[0].info, name=name, shape=shape)
+        for part, (view, _) in zip(parts, taken, strict=True):
+            if view.info.dtype != info.dtype:
+                raise LayoutError(
+                    f"{name} would be of several dtypes: {info.dtype}, and {view.info.dtype} of "
+                    f"{part.from_}",
+                    hint="`cast` the parts",
+                )
+        return compose(info, taken)
+
+    return _together(name, members, join, mixed=True)
+
+
 def _each_state(
     name: str, entry: ViewedTensor, change: Callable[[View], View], to: str | None = None
 ) -> ViewedTensor:
@@ -263,8 +310,14 @@ def _each_state(
     return replace(entry, states=states)
 
 
-def _together(name: str, members: Named, join: Callable[[Sequence[View]], View]) -> ViewedTensor:
-    """Join tensors state by state; for states of one element the first tensor's is taken."""
+def _together(
+    name: str, members: Named, join: Callable[[Sequence[View]], View], *, mixed: bool = False
+) -> ViewedTensor:
+    """Join tensors state by state; for states of one element the first tensor's is taken.
+
+    Args:
+        mixed: whether they may have several dtypes.
+    """
     first_name, first = members[0]
     states = {}
     for member, entry in members:
@@ -276,7 +329,7 @@ def _together(name: str, members: Named, join: Callable[[Sequence[View]], View])
             )
     for state, view in first.states.items():
         views = [entry.states[state] for _, entry in members]
-        if len({v.info.dtype for v in views}) > 1:
+        if not mixed and len({v.info.dtype for v in views}) > 1:
             dtypes = ", ".join(sorted({v.info.dtype for v in views}))
             raise LayoutError(f"{name} would be of several dtypes ({state}): {dtypes}")
         if all(v.info.shape == e.shape for v, (_, e) in zip(views, members, strict=True)):
@@ -330,7 +383,8 @@ def apply(table: ViewTable, steps: Sequence[Labelled]) -> list[Taken]:
 def _apply(table: ViewTable, label: str, step: Any) -> Taken:
     verb = next(iter(type(step).model_fields))
     names = getattr(step, verb)
-    where = f"{label} ({verb} {names if isinstance(names, str) else ', '.join(names)})"
+    listed = [names] if isinstance(names, str) else [*names]
+    where = f"{label} ({verb} {', '.join([*listed[:_FEW], *['…'] * (len(listed) > _FEW)])})"
     before = dict(table.entries)
     try:
         _DO[type(step)](table, step, where)
@@ -364,6 +418,8 @@ def left_unreadable(unreadable: Mapping[Key, str], steps: Sequence[Labelled]) ->
                     else key: why
                     for key, why in left.items()
                 }
+            case schema.Compose():
+                left = {}
             case schema.RenameStates():
                 renames = _Names(step.match)
                 left = {
@@ -617,6 +673,22 @@ def _cast(table: ViewTable, step: schema.Cast, where: str) -> None:
     _each(table, where, step.cast, lambda n, e: cast(table, n, e, states.states(e), step.dtype))
 
 
+def _compose(table: ViewTable, step: schema.Compose, where: str) -> None:
+    used = dict.fromkeys(part.from_ for t in step.compose.values() for part in t.parts)
+    _must_be_there(table, [*used, *(name for name in step.of if name not in used)], where)
+    for name, expected in step.of.items():
+        info = table.entries[name].parameter
+        if (info.dtype, info.shape) != (expected.dtype, tuple(expected.shape)):
+            raise LayoutError(
+                f"{name} is {info.dtype} {list(info.shape)}, and must be {expected.dtype} "
+                f"{expected.shape}",
+                hint="cast it by a view, or capture the loader with this checkpoint",
+            )
+    table.entries = {
+        name: composed(table, name, tuple(t.shape), t.parts) for name, t in step.compose.items()
+    }
+
+
 def _must_be_there(table: ViewTable, names: Sequence[str], where: str) -> None:
     missing = [n for n in names if n not in table.entries]
     if missing:
@@ -640,4 +712,5 @@ _DO: dict[type, Callable[[ViewTable, Any, str], None]] = {
     schema.Untie: _untie,
     schema.Cast: _cast,
     schema.Mean: _mean,
+    schema.Compose: _compose,
 }

@@ -170,10 +170,15 @@ class ViewedTensor:
     alias: bool = False
 
     @property
+    def parameter(self) -> TensorInfo:
+        """The state that is the parameter itself."""
+        first = next((s for s in ("weight", "master") if s in self.states), next(iter(self.states)))
+        return self.states[first].info
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter."""
-        first = next((s for s in ("weight", "master") if s in self.states), next(iter(self.states)))
-        return self.states[first].info.shape
+        return self.parameter.shape
 
     def named(self, name: str, *, alias: bool) -> ViewedTensor:
         """The same tensor under another name."""
