@@ -11,6 +11,7 @@ from ucformat.jobs.record import record_commits
 if TYPE_CHECKING:
     from ucformat.engines.pytorch.dcp_reader import Reader
     from ucformat.engines.pytorch.dcp_writer import Writer
+    from ucformat.torch.capturing.capture import CapturedLayout, capture
     from ucformat.torch.certificate import Certificate, CertificateEntry
     from ucformat.torch.loading.certify import certify
     from ucformat.torch.loading.load import LoadReport, load, state_dict
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ucformat.torch.state.objects import PerRank, Rng
 
 __all__ = [
+    "CapturedLayout",
     "Certificate",
     "CertificateEntry",
     "ChangedRows",
@@ -47,6 +49,7 @@ __all__ = [
     "Update",
     "Writer",
     "async_save",
+    "capture",
     "certify",
     "fingerprint",
     "load",
@@ -58,6 +61,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CapturedLayout": "ucformat.torch.capturing.capture",
     "Certificate": "ucformat.torch.certificate",
     "CertificateEntry": "ucformat.torch.certificate",
     "ChangedRows": "ucformat.torch.state.changed",
@@ -77,6 +81,7 @@ _HOMES = {
     "Update": "ucformat.torch.publishing.subscribe",
     "Writer": "ucformat.engines.pytorch.dcp_writer",
     "async_save": "ucformat.torch.saving.asynchronous",
+    "capture": "ucformat.torch.capturing.capture",
     "certify": "ucformat.torch.loading.certify",
     "fingerprint": "ucformat.torch.state.fingerprint",
     "load": "ucformat.torch.loading.load",
