@@ -42,6 +42,16 @@ SPECS: dict[str, dict[str, Any]] = {
         "buffers": True,
     },
     "pp2-z0": {"world": 2, "pp": 2, "zero": 0, "tied": True},
+    "pp2-dp2-z0-bf16": {
+        "world": 4,
+        "pp": 2,
+        "zero": 0,
+        "dtype": "bf16",
+        "tied": True,
+        "groups": 2,
+        "freeze": "1.down",
+        "buffers": True,
+    },
     "pp2-z1-bf16opt": {
         "world": 2,
         "pp": 2,
@@ -234,6 +244,7 @@ def held(spec: dict[str, Any], engine: Any, opt: Any) -> dict[str, dict[str, tor
         if spec.get("ep") and not spec["zero"]
         else {}
     )
+    flat = bool(spec["zero"]) or hasattr(opt, "bf16_groups")
     for name, p in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([p], enabled=spec["zero"] == 3):
             out["weight"][name] = p.detach().clone()
@@ -242,15 +253,13 @@ def held(spec: dict[str, Any], engine: Any, opt: Any) -> dict[str, dict[str, tor
         for state in ("exp_avg", "exp_avg_sq"):
             inner = getattr(opt, "optimizer", opt)
             key = masters.get(p, p)
-            value = (
-                safe_get_full_optimizer_state(p, state) if spec["zero"] else inner.state[key][state]
-            )
+            value = safe_get_full_optimizer_state(p, state) if flat else inner.state[key][state]
             out.setdefault(state, {})[name] = (
                 value.detach().clone().reshape(out["weight"][name].shape)
             )
         if p in masters:
             out.setdefault("master", {})[name] = masters[p].detach().clone()
-        if spec["zero"]:
+        if flat:
             master = safe_get_full_fp32_param(p).detach().clone()
             out.setdefault("master", {})[name] = master.reshape(out["weight"][name].shape)
     out["weight"].update(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TENSOR = ("tp2-dp2-z1", "tp2-z2-tied", "tp2-dp2-z3", "tp2-z0")
-PIPELINES = ("pp2-dp2-z1", "pp2-z0", "pp2-z1-bf16opt")
+PIPELINES = ("pp2-dp2-z1", "pp2-z0", "pp2-dp2-z0-bf16", "pp2-z1-bf16opt")
 
 
 def expected(name: str) -> Sample:
@@ -171,6 +171,43 @@ class TestPipelinesUnderZero0:
             opened("pp2-z0", groups=[])
 
 
+class TestWithoutParamShapes:
+    """BF16_Optimizer without ZeRO: only the partitions of all ranks together tell its parameters."""
+
+    @pytest.fixture
+    def copy(self, tmp_path: Path) -> Path:
+        return shutil.copytree(kept("deepspeed", "pp2-dp2-z0-bf16").checkpoint, tmp_path / "copy")
+
+    def test_a_missing_file_of_the_optimizer_is_named(self, copy: Path) -> None:
+        missing = "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"
+        next(copy.rglob(missing)).unlink()
+        with pytest.raises(MissingData, match=missing):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_without_any_of_them_they_are_missing(self, copy: Path) -> None:
+        for file in copy.rglob("*optim_states.pt"):
+            file.unlink()
+        with pytest.raises(MissingData, match="bf16_zero_pp_rank_0|zero_pp_rank_0"):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_the_option_without_the_optimizer_is_refused(self, copy: Path) -> None:
+        with pytest.raises(UsageError, match="only the files of the optimizer"):
+            DeepSpeed(optimizer=False).open(LocalStore(copy))
+
+    def test_files_of_another_save_are_noticed(self, copy: Path) -> None:
+        first, second = (
+            next(copy.rglob(f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt")) for r in (0, 1)
+        )
+        shutil.copy(first, second)
+        with pytest.raises(MissingData, match="tied module embed of .* in the sizes .*528"):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_a_missing_layer_is_named(self, copy: Path) -> None:
+        next(copy.rglob("layer_01-model_states.pt")).unlink()
+        with pytest.raises(MissingData, match=r"1\.up\.weight: the optimizer of .* has it"):
+            DeepSpeed().open(LocalStore(copy))
+
+
 class TestMerged:
     """Tensors of ranks, whose parameter `w` is two matrices one below the other."""
 
@@ -218,7 +255,12 @@ def test_so_many_ranks_may_be_recorded_and_no_more(
 
     def read(pp: int, tp: int, dp: int) -> ranks.ParallelDegrees:
         model: Any = SimpleNamespace(
-            dims=(pp, tp, None), world=dp, param_shapes=None, in_layers=False, key="model.pt"
+            dims=(pp, tp, None),
+            world=dp,
+            param_shapes=None,
+            in_layers=False,
+            key="model.pt",
+            value={},
         )
         return ranks.ParallelDegrees.of(files, model, others=[])
 

@@ -309,7 +309,7 @@ class ModelStates:
         if shared:
             confirmed = {a: b for a, b in shared.items() if self._is_same_tensor(a, b)}
             return {a: confirmed.get(b, b) for a, b in confirmed.items()}
-        if self.param_shapes is not None:
+        if self.value.get("param_shapes") is not None:
             return {}
         first: dict[tuple[str, StoredTensor], str] = {}
         names: dict[str, str] = {}

@@ -9,6 +9,7 @@ from ucformat.engines.deepspeed.experts import adopt_experts, check_degree, expe
 from ucformat.engines.deepspeed.model_states import ModelStates, Objects, load_all
 from ucformat.engines.deepspeed.pipeline import adopt_layers, layers_of, names_of_stages
 from ucformat.engines.deepspeed.resolver import ShardingResolver
+from ucformat.engines.deepspeed.slices import describe, is_partitioned
 from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, SliceReader, models_by_label
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError, option_text
 from ucformat.geometry.box import Box
@@ -103,11 +104,24 @@ def _read(
     grid = [[rows[p * degrees.tp + t] for t in range(degrees.tp)] for p in range(degrees.pp)]
     names: list[Sequence[Sequence[str]] | None] = [options.groups] * degrees.pp
     ties: dict[str, str] = {}
-    if first.in_layers:
+    optims = files.optims or ((),) * len(rows)
+    partitioned = is_partitioned(first)
+    if partitioned and first.in_layers and not options.optimizer:
+        raise UsageError(
+            f"{first.key}: only the files of the optimizer, a BF16_Optimizer without ZeRO, name the parameters of "
+            "each pipeline stage",
+            hint=f"leave out {option_text('optimizer')}",
+        )
+    if first.in_layers or (partitioned and options.optimizer):
         opened = dict(zip(files.layers, load_all(load, files.layers.values()), strict=True))
         for t in range(degrees.tp):
             models = [stage[t][0] for stage in grid]
             layers = layers_of({number: row[t] for number, row in opened.items()})
+            if partitioned:
+                states = load_all(load, [optims[p * degrees.tp + t] for p in range(degrees.pp)])
+                describe(models, states, layers)
+            if not first.in_layers:
+                continue
             if models[0].param_shapes is not None:
                 adopt_layers(models, layers)
             else:
@@ -124,7 +138,6 @@ def _read(
         if first.param_shapes is None and has_optimizer:
             return degrees, _expert_stages(files, load, experts, first, options)
     shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
-    optims = files.optims or ((),) * len(rows)
     reader = SliceReader(load, files.zero3, experts, options.optimizer)
 
     def read(coordinate: tuple[int, int]) -> Slice:

@@ -25,6 +25,7 @@ from ucformat.engines.deepspeed.model_states import (
     stored,
     zero_options,
 )
+from ucformat.engines.deepspeed.slices import is_partitioned
 from ucformat.engines.deepspeed.zero0 import read_zero0
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.flat_buffer import (
@@ -544,10 +545,12 @@ class SliceReader:
         if zero_options(model.value).get("mics_shard_size", -1) not in (-1, 0, None):
             raise UnsupportedError(f"{model.key}: DeepSpeed checkpoints with MiCS are not yet read")
         if not self.zero3 and model.param_shapes is None and optims:
-            raise UnsupportedError(
-                f"{optims[0]} exists, but {model.key} has no `param_shapes`: a BF16_Optimizer "
-                "without ZeRO, perhaps; "
-                "such checkpoints are not yet read"
+            raise IntegrityError(
+                f"{optims[0]} exists, but {model.key} is of ZeRO 0, whose optimizer has no files of its own",
+                hint=(
+                    "files of different saves are mixed in one folder; move those that you do not "
+                    "want elsewhere"
+                ),
             )
         if not self.optimizer:
             stage = zero_options(model.value).get("stage")
@@ -556,7 +559,8 @@ class SliceReader:
             Zero3(model, optims, self.load, contents)
         elif model.param_shapes is not None:
             zero = Zero12(model, optims, self.load, contents, self.experts)
-            out.stage, out.degrees = zero.stage, tuple(zero.degrees)
+            out.stage = 0 if is_partitioned(model) else zero.stage
+            out.degrees = tuple(zero.degrees)
         else:
             read_zero0(model, names, contents)
         stored_names = {key.name for key in contents.infos}
@@ -655,7 +659,8 @@ class ParallelDegrees:
         dp = model.world or (max(map(len, files.optims)) if files.optims else 1)
         if max(pp, tp, dp) > _MAX_RANKS or pp * tp * dp > _MAX_RANKS:
             raise IntegrityError(f"{model.key} records {pp} x {tp} x {dp} ranks")
-        expected_dp = dp if files.zero3 or (model.param_shapes is not None and optimizer) else None
+        partitioned = model.param_shapes is not None or is_partitioned(model)
+        expected_dp = dp if files.zero3 or (partitioned and optimizer) else None
         check_world(files, pp * tp, expected_dp, optims=others is None)
         if others is None:
             _check_layers(files, model)

@@ -54,10 +54,6 @@ def read_zero0(
     if state is None:
         return
     state = need(model.value, "optimizer", dict, model.key)
-    if "base_optimizer_state" in state:
-        raise UnsupportedError(
-            f"{model.key}: a ZeRO 0 checkpoint of BF16_Optimizer is not yet read"
-        )
     wrapped = "optimizer_state_dict" in state
     inner = need(state, "optimizer_state_dict", dict, model.key) if wrapped else state
     hypers = need(inner, "param_groups", list, model.key)
