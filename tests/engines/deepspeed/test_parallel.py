@@ -187,7 +187,7 @@ class TestWithoutParamShapes:
     def test_without_any_of_them_they_are_missing(self, copy: Path) -> None:
         for file in copy.rglob("*optim_states.pt"):
             file.unlink()
-        with pytest.raises(MissingData, match="bf16_zero_pp_rank_0|zero_pp_rank_0"):
+        with pytest.raises(MissingData, match="zero_pp_rank_0"):
             DeepSpeed().open(LocalStore(copy))
 
     def test_the_option_without_the_optimizer_is_refused(self, copy: Path) -> None:
@@ -199,7 +199,7 @@ class TestWithoutParamShapes:
             next(copy.rglob(f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt")) for r in (0, 1)
         )
         shutil.copy(first, second)
-        with pytest.raises(MissingData, match="tied module embed of .* in the sizes .*528"):
+        with pytest.raises(MissingData, match=r"tied module embed of .* in the sizes .*528"):
             DeepSpeed().open(LocalStore(copy))
 
     def test_a_missing_layer_is_named(self, copy: Path) -> None:

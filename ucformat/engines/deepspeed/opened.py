@@ -102,30 +102,7 @@ def _read(
     rows = [[ModelStates(file) for file in row] for row in load_all(load, other_keys)]
     rows[0].insert(0, first)
     grid = [[rows[p * degrees.tp + t] for t in range(degrees.tp)] for p in range(degrees.pp)]
-    names: list[Sequence[Sequence[str]] | None] = [options.groups] * degrees.pp
-    ties: dict[str, str] = {}
-    optims = files.optims or ((),) * len(rows)
-    partitioned = is_partitioned(first)
-    if partitioned and first.in_layers and not options.optimizer:
-        raise UsageError(
-            f"{first.key}: only the files of the optimizer, a BF16_Optimizer without ZeRO, name the parameters of "
-            "each pipeline stage",
-            hint=f"leave out {option_text('optimizer')}",
-        )
-    if first.in_layers or (partitioned and options.optimizer):
-        opened = dict(zip(files.layers, load_all(load, files.layers.values()), strict=True))
-        for t in range(degrees.tp):
-            models = [stage[t][0] for stage in grid]
-            layers = layers_of({number: row[t] for number, row in opened.items()})
-            if partitioned:
-                states = load_all(load, [optims[p * degrees.tp + t] for p in range(degrees.pp)])
-                describe(models, states, layers)
-            if not first.in_layers:
-                continue
-            if models[0].param_shapes is not None:
-                adopt_layers(models, layers)
-            else:
-                names, ties = names_of_stages(models, layers, options.groups)
+    names, ties = _read_parameters(load, files, options, grid)
     experts = None
     if files.experts or first.value.get("num_experts"):
         if degrees.pp * degrees.tp > 1 or files.zero3:
@@ -138,6 +115,7 @@ def _read(
         if first.param_shapes is None and has_optimizer:
             return degrees, _expert_stages(files, load, experts, first, options)
     shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
+    optims = files.optims or ((),) * len(rows)
     reader = SliceReader(load, files.zero3, experts, options.optimizer)
 
     def read(coordinate: tuple[int, int]) -> Slice:
@@ -159,6 +137,45 @@ def _read(
         stages.append([rank_slice, *map_io(read, [(p, t) for t in range(1, degrees.tp)])])
     stages[0][0].aliases.update(ties)
     return degrees, stages
+
+
+def _read_parameters(
+    load: Callable[[str], TorchFile],
+    files: TagFiles,
+    options: DeepSpeedSourceOptions,
+    grid: Sequence[Sequence[Sequence[ModelStates]]],
+) -> tuple[list[Sequence[Sequence[str]] | None], dict[str, str]]:
+    """Give the model states what other files have of their parameters: shapes, and the tensors of layers.
+
+    Args:
+        grid: the model states by pipeline stage and tensor-parallel rank.
+
+    Returns:
+        the names of each stage's optimizer groups under ZeRO 0 (None: to be derived), and the
+        stored name of each tied name.
+    """
+    first = grid[0][0][0]
+    names: list[Sequence[Sequence[str]] | None] = [options.groups] * len(grid)
+    ties: dict[str, str] = {}
+    partitioned = is_partitioned(first)
+    if partitioned and first.in_layers and not options.optimizer:
+        raise UsageError(
+            f"{first.key}: only the files of the optimizer, a BF16_Optimizer without ZeRO, name "
+            "the parameters of each pipeline stage",
+            hint=f"leave out {option_text('optimizer')}",
+        )
+    opened = dict(zip(files.layers, load_all(load, files.layers.values()), strict=True))
+    for t in range(len(grid[0])):
+        models = [stage[t][0] for stage in grid]
+        layers = layers_of({number: row[t] for number, row in opened.items()})
+        if partitioned and options.optimizer:
+            keys = [files.optims[p * len(grid[0]) + t] for p in range(len(grid))]
+            describe(models, load_all(load, keys), layers)
+        if first.in_layers and models[0].param_shapes is not None:
+            adopt_layers(models, layers)
+        elif first.in_layers:
+            names, ties = names_of_stages(models, layers, options.groups)
+    return names, ties
 
 
 def _expert_stages(

@@ -24,7 +24,7 @@ from ucformat.engines.deepspeed.model_states import (
     state_of,
     stored,
 )
-from ucformat.errors import IntegrityError, UnsupportedError, UsageError, option_text
+from ucformat.errors import IntegrityError, UsageError, option_text
 from ucformat.geometry.box import row_major
 from ucformat.reading.stand_ins import StoredTensor
 from ucformat.reading.values import shared_value, to_json
