@@ -223,6 +223,7 @@ class _Plan:
                 optimized.update(self.names.get(name, name) for name in names)
                 tensors += self._compare_step(part, names)
                 self._want_groups(part)
+                self._want_scale(part)
         for held in (*live.weights(steps=False), *live.states()):
             stored = self._stored_padding(held.info.key)
             if not held.info.state.endswith(".padding") or (
@@ -349,6 +350,25 @@ class _Plan:
         elif (step := self._step(names)) is not None:
             self._steps.append((part, step))
         self._want_groups(part)
+        self._want_scale(part)
+
+    def _want_scale(self, part: LivePart) -> None:
+        """Match a dynamic loss scale, of which all optimizers have the same."""
+        scaler = getattr(part.optimizer, "grad_scaler", None)
+        if scaler is None or not scaler.state_dict():
+            return
+        name, stored = "grad_scaler", self.ck.objects.get("optimizer")
+        chained = stored.values() if isinstance(stored, Mapping) else ()
+        # in a sharded object of its own, if the optimizer's format was `dp_reshardable`
+        sharded = (v.get("0") for k, v in self.ck.objects.items() if k.endswith(f".{name}"))
+        places = (stored, *chained)
+        found = [p[name] for p in places if isinstance(p, Mapping) and p.get(name)]
+        saved = next(iter(found), None) or next(sharded, None)
+        if saved is None:
+            self.values.missing.append("the loss scale of the optimizer")
+            return
+        slot = ValueSlot(scaler.state_dict(), scaler.load_state_dict)
+        self.values.fit("the loss scale of the optimizer", slot, decode(saved, slot.value))
 
     def _step(self, names: Sequence[str]) -> float | None:
         """The step of these parameters, which must be one for all of them."""

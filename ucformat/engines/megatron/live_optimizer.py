@@ -225,7 +225,7 @@ class LivePart:
         inner = self.optimizer.optimizer
         for states in inner.state.values():
             if "step" in states:
-                states["step"] = torch.tensor(float(step), dtype=torch.float32)
+                states["step"] = torch.full_like(states["step"], step)
         for group in inner.param_groups:
             if "step" in group:
                 group["step"] = type(group["step"])(step)

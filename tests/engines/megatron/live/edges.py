@@ -131,6 +131,7 @@ def padding(folder: Path) -> dict[str, Any]:
 def objects(folder: Path) -> dict[str, Any]:
     """Sharded objects and plain values come back as they were."""
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
     import ucformat.torch.megatron as um
 
@@ -149,7 +150,16 @@ def objects(folder: Path) -> dict[str, Any]:
     found = um.load(state, folder / "ck").state
     other = ShardedObject("rng_state", None, (2, 1), (1, 0), replica_id=0)
     message = refused(lambda: um.load({**training.model(), "rng_state": other}, folder / "ck"))
+    part = training.run.optimizers[0]
+    part.grad_scaler = DynamicGradScaler(8.0, 1.0, 2.0, 0.5, 2, 1)
+    training.step_number = 0
+    part.grad_scaler.update(found_inf=True)  # which halves the scale
+    scale = float(part.grad_scaler.scale)
+    um.save(training.state(), folder / "scaled")
+    part.grad_scaler.update(found_inf=True)
+    um.load({**training.model(), "optimizer": training.optimizer}, folder / "scaled", certify=True)
     return {
+        "scale": [scale, float(part.grad_scaler.scale)],
         "scheduler": found["opt_param_scheduler"] == scheduler,
         "iteration": found["iteration"],
         "args": isinstance(found["args"], Namespace)

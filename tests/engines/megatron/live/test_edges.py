@@ -67,6 +67,7 @@ def test_objects(tmp_path: Path) -> None:
     found = told("objects", tmp_path)
     message = found.pop("refused")[1]
     assert "missing: the object rng_state/shard_1.0_2.1" in message
+    assert found.pop("scale") == [4.0, 4.0]
     assert found == {"scheduler": True, "iteration": 7, "args": True, "rng": True, "here": 6}
 
 
