@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ucformat.engines.deepspeed.live_experts import local_experts
+from ucformat.engines.deepspeed.live_tensor_parallel import tensor_parallel
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.geometry.flat_buffer import FlatBuffer, part_range
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.engines.deepspeed.live_experts import LocalExperts
+    from ucformat.engines.deepspeed.live_tensor_parallel import TensorParallel
+    from ucformat.torch.state.local import LocalShard
 
 
 #: Optimizers that keep the residual of gradient compression on each rank.
@@ -44,6 +47,7 @@ class EngineParts:
     aliases: Mapping[str, str]
     stages: int
     experts: LocalExperts
+    tensor_parallel: TensorParallel | None
 
     @property
     def rank(self) -> int:
@@ -54,6 +58,7 @@ class EngineParts:
     def layout(self) -> dict[str, Any]:
         """The ZeRO stage and the numbers of ranks, in the form of manifests."""
         degrees: dict[str, Any] = {"pp": self.stages} if self.stages > 1 else {}
+        degrees |= {"tp": self.tensor_parallel.degree} if self.tensor_parallel else {}
         degrees |= {"ep": self.experts.degrees} if self.experts else {}
         return {"zero": self.stage, "dp": int(self.engine.seq_dp_world_size), **degrees}
 
@@ -68,6 +73,10 @@ class EngineParts:
         if layer is not None:
             return layer.is_first
         return bool(dist.get_rank(self.engine.seq_data_parallel_group) == 0)
+
+    def whole(self, local: LocalShard) -> LocalShard:
+        """Return the part of a tensor of the whole model, of that of this rank's module."""
+        return local if self.tensor_parallel is None else self.tensor_parallel.whole(local)
 
     @cached_property
     def _names(self) -> dict[int, str]:
@@ -121,7 +130,8 @@ def inspect_engine(engine: Any) -> EngineParts:
     stages = int(module.num_pipeline_stages()) if engine.pipeline_parallelism else 1
     buffers = {experts.whole_name(n): buffer for n, buffer in _buffers(module).items()}
     return EngineParts(
-        engine, stage, optimizer, inner, parameters, buffers, aliases, stages, experts
+        *(engine, stage, optimizer, inner, parameters, buffers, aliases, stages, experts),
+        tensor_parallel(engine, parameters),
     )
 
 
@@ -142,7 +152,12 @@ def _refuse_engine(engine: Any) -> None:
     grid = engine.grid if engine.pipeline_parallelism else None
     ranks = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
     unsupported = {
-        "tensor parallelism": ranks > 1 or engine.autotp_size() > 1,
+        "tensor parallelism of a program's own (mpu)": ranks > 1 and engine.autotp_size() <= 1,
+        "AutoTP and experts": engine.autotp_size() > 1 and engine.has_moe_layers,
+        "AutoTP and pipelines": engine.autotp_size() > 1 and engine.pipeline_parallelism,
+        "AutoTP and sequence parallelism": (
+            engine.autotp_size() > 1 and engine.sequence_parallel_size > 1
+        ),
         "experts in a pipeline": engine.pipeline_parallelism and engine.has_moe_layers,
         "ZenFlow": engine.zenflow,
     }
@@ -151,8 +166,8 @@ def _refuse_engine(engine: Any) -> None:
             raise UnsupportedError(
                 f"a DeepSpeed engine with {feature} cannot be saved or loaded yet",
                 hint=(
-                    "use engine.save_checkpoint, or an engine with data parallelism and ZeRO 0 to 3, pipelines "
-                    "and experts"
+                    "use engine.save_checkpoint; supported are ZeRO 0 to 3, pipelines, experts "
+                    "and AutoTP"
                 ),
             )
 

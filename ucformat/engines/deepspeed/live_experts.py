@@ -73,13 +73,13 @@ def local_experts(engine: Any) -> LocalExperts:
             replicas = engine.expert_data_parallel_group[part.expert_group_name]
             is_first = dist.get_rank(replicas) == 0
             layers[prefix] = _Layer(dist.get_world_size(among), dist.get_rank(among), is_first)
-    found = LocalExperts(Experts(int(engine.seq_dp_world_size), counts=counts), layers)
+    experts = LocalExperts(Experts(int(engine.seq_dp_world_size), counts=counts), layers)
     named = engine.module.named_parameters()
-    unknown = [n for n, p in named if is_moe_param(p) and found.layer_of(n) is None]
-    if unknown or (engine.has_moe_layers and not found):
+    unknown = [n for n, p in named if is_moe_param(p) and experts.layer_of(n) is None]
+    if unknown or (engine.has_moe_layers and not experts):
         raise UnsupportedError(
             "a DeepSpeed engine with experts outside of deepspeed.moe.layer.MoE, such as those of "
             f"AutoEP, cannot be saved or loaded yet{': ' * bool(unknown)}{', '.join(unknown[:3])}",
             hint="use engine.save_checkpoint, or deepspeed.moe.layer.MoE",
         )
-    return found
+    return experts

@@ -310,13 +310,17 @@ def want_optimizer(
         states = False
     for entry in entries:
         for name in entry.parts:
-            wanted.targets += _local(entry, name, entry.tensor, master_state(trainer, name, entry))
+            wanted.targets += _local(
+                trainer, entry, name, entry.tensor, master_state(trainer, name, entry)
+            )
         if states:
-            _want_states(wanted, entry, stored)
+            _want_states(wanted, trainer, entry, stored)
     wanted.count(stored)
 
 
-def _want_states(wanted: OptimizerTargets, entry: OptimizerTensor, stored: StoredStates) -> None:
+def _want_states(
+    wanted: OptimizerTargets, trainer: EngineParts, entry: OptimizerTensor, stored: StoredStates
+) -> None:
     if not any(map(stored.stepped, entry.shapes)):
         wanted.forgotten.append(entry)
         return
@@ -330,9 +334,11 @@ def _want_states(wanted: OptimizerTargets, entry: OptimizerTensor, stored: Store
         if torch.is_tensor(value) and (value.dim() or of_scalar):
             for name in entry.parts:
                 if stored.stepped(name):
-                    wanted.targets += _local(entry, name, value, state)
+                    wanted.targets += _local(trainer, entry, name, value, state)
                 else:
-                    wanted.zeros += [local.tensor for local in _local(entry, name, value, state)]
+                    wanted.zeros += [
+                        local.tensor for local in _local(trainer, entry, name, value, state)
+                    ]
         else:
             wanted.counters.append(_counter(entry, state, stored))
 
@@ -350,6 +356,8 @@ def _counter(entry: OptimizerTensor, state: str, stored: StoredStates) -> Counte
     return counter
 
 
-def _local(entry: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> list[LocalShard]:
-    local = part_of(entry, name, memory, state)
+def _local(
+    trainer: EngineParts, entry: OptimizerTensor, name: str, memory: torch.Tensor, state: str
+) -> list[LocalShard]:
+    local = part_of(trainer, entry, name, memory, state)
     return [local] if entry.whole else list(boxes_of(local))

@@ -124,10 +124,10 @@ def tensors_of(trainer: EngineParts, entries: Sequence[OptimizerTensor]) -> Iter
         if owner is None or master_state(trainer, name, owner) == "master":
             yield weight_of(trainer, name)
         for entry in by_name[name]:
-            yield part_of(entry, name, entry.tensor, master_state(trainer, name, entry))
+            yield part_of(trainer, entry, name, entry.tensor, master_state(trainer, name, entry))
             for state, value in entry.states.items():
                 if torch.is_tensor(value):
-                    yield part_of(entry, name, value, state)
+                    yield part_of(trainer, entry, name, value, state)
 
 
 def master_state(trainer: EngineParts, name: str, entry: OptimizerTensor) -> str:
@@ -135,7 +135,9 @@ def master_state(trainer: EngineParts, name: str, entry: OptimizerTensor) -> str
     return "weight" if entry.tensor.dtype == trainer.parameters[name].dtype else "master"
 
 
-def part_of(entry: OptimizerTensor, name: str, memory: torch.Tensor, state: str) -> LocalShard:
+def part_of(
+    trainer: EngineParts, entry: OptimizerTensor, name: str, memory: torch.Tensor, state: str
+) -> LocalShard:
     """Return the part of a parameter's state that this rank holds in the optimizer.
 
     Raises:
@@ -143,7 +145,7 @@ def part_of(entry: OptimizerTensor, name: str, memory: torch.Tensor, state: str)
     """
     memory = memory.detach()
     if memory.dim() == 0 or entry.whole:
-        return local_of(name, state, memory)
+        return trainer.whole(local_of(name, state, memory))
     if memory.shape != entry.tensor.shape:
         raise UnsupportedError(
             f"the optimizer state {state!r} of {name} has shape {list(memory.shape)}, which "
@@ -154,7 +156,7 @@ def part_of(entry: OptimizerTensor, name: str, memory: torch.Tensor, state: str)
     start, stop, offset = entry.parts.get(name, (0, 0, 0))
     info = TensorInfo(name, state, dtype_name(memory.dtype), entry.shapes[name])
     part = memory.narrow(0, offset, stop - start)
-    return flat_local(info, part, start, stop, entry.distributions.get(name))
+    return trainer.whole(flat_local(info, part, start, stop, entry.distributions.get(name)))
 
 
 def flat_local(
@@ -170,19 +172,22 @@ def boxes_of(local: LocalShard) -> Iterator[LocalShard]:
     if not local.pieces:
         yield local
     for piece in local.pieces:
-        view = local.tensor[piece.offset : piece.offset + piece.box.size].view(piece.box.shape)
-        yield LocalShard(local.info, (Piece(piece.box, 0, row_major(piece.box.shape)),), view)
+        at = local.tensor.storage_offset() + piece.offset
+        view = local.tensor.as_strided(piece.box.shape, piece.strides, at)
+        strides = view.stride() if view.is_cpu else row_major(piece.box.shape)
+        yield LocalShard(local.info, (Piece(piece.box, 0, strides),), view)
 
 
 def weight_of(trainer: EngineParts, name: str) -> LocalShard:
     """Return the part of a parameter that this rank holds: all, or under ZeRO 3 its partition."""
     parameter: Any = trainer.parameters[name]
     if not hasattr(parameter, "ds_tensor"):
-        return local_of(name, "weight", parameter)
+        return trainer.whole(local_of(name, "weight", parameter))
     memory = parameter.ds_tensor.detach().view(-1)
     start, stop = partition_of(trainer.optimizer, parameter)
     info = TensorInfo(name, "weight", dtype_name(memory.dtype), shape_of(parameter))
-    return flat_local(info, memory[: stop - start], start, stop, partitions_of(parameter))
+    local = flat_local(info, memory[: stop - start], start, stop, partitions_of(parameter))
+    return trainer.whole(local)
 
 
 def locals_of_buffers(trainer: EngineParts) -> list[LocalShard]:
@@ -265,8 +270,8 @@ def save(
             as the object `ds_config`, too.
 
     Raises:
-        UnsupportedError: the engine has state that cannot be saved yet (pipeline, tensor or expert
-            parallelism, NVMe), or is in the middle of gradient accumulation.
+        UnsupportedError: the engine has state that cannot be saved yet (on NVMe, of experts in a
+            pipeline, …), or is in the middle of gradient accumulation.
         UsageError: an argument is not supported.
         Conflict: a checkpoint exists at `url`.
         UcformatError: a rank failed or died; nothing is committed. Every rank gets the same error.

@@ -170,7 +170,7 @@ class TensorParallelInfo:
 
     def _find(self, name: str, shapes: Shapes) -> TPSharding:
         if hit := self._affine.find(name):
-            return _affine(hit[1], shapes).because("its affine map")
+            return affine_sharding(hit[1], shapes).because("its affine map")
         if hit := self._unsupported.find(name):
             raise LayoutError(f"AutoTP marks it as cut in a way that it cannot describe ({hit[1]})")
         for key, make in _LISTS.items():
@@ -272,7 +272,7 @@ def _count(count: int, dim: int, shapes: Shapes) -> list[int]:
     return [total // count] * count
 
 
-def _affine(entry: Any, shapes: Shapes) -> TPSharding:
+def affine_sharding(entry: Any, shapes: Shapes) -> TPSharding:
     """The sharding that an affine map describes."""
     try:
         shape = _sizes(entry["logical_shape"])

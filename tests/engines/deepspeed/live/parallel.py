@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "data" / "deepspeed"))
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups as ds_groups
@@ -28,6 +30,7 @@ from safetensors.torch import save_file
 import ucformat.torch
 import ucformat.torch.deepspeed as ucd
 from tests.torch.truth import hold
+from ucformat.engines.deepspeed.live_engine import inspect_engine, optimizer_tensors
 from ucformat.errors import UcformatError
 from ucformat.torch.comm.group import group_of
 from ucformat.torch.saving.plan import SavePlanner
@@ -56,6 +59,8 @@ class Task:
     model: str = "layers"
     zero: int | None = 1
     pp: int = 0
+    tp: int = 1
+    even: bool = True  # what AutoTP cuts
     ep: int = 1
     layers: int = 1  # of experts
     data_first: bool = False  # use_data_before_expert_parallelism
@@ -96,6 +101,51 @@ class Layers(torch.nn.Module):
         return make.as_head(layer("tied_modules.embed"), x) if self.tied else layer("4")(x)
 
 
+class Gated(torch.nn.Module):
+    """Linear layers of which AutoTP cuts the first of each pair by rows, and the second by columns."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(make.HIDDEN)
+        self.gate_up = torch.nn.Linear(make.HIDDEN, 2 * inner)
+        self.down = torch.nn.Linear(inner, make.HIDDEN)
+        self.up = torch.nn.Linear(make.HIDDEN, inner)
+        self.out = torch.nn.Linear(inner, make.HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(self.norm(x)).chunk(2, -1)
+        x = x + self.down(torch.relu(gate) * up)
+        return x + self.out(torch.relu(self.up(x)))
+
+
+class Tensor(torch.nn.Module):
+    """A model for AutoTP; two ranks can cut its inner width evenly, if it is `even`."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, make.HIDDEN)
+        self.block = Gated(16 if task.even else 15)
+        self.lm_head = torch.nn.Linear(make.HIDDEN, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.block(self.embed(tokens)))
+
+
+def _specs() -> list[dict[str, Any]]:
+    """How AutoTP cuts that model."""
+    cut: list[dict[str, Any]] = [
+        {"patterns": [rf".*{name}\.weight$"], "partition_type": kind}
+        for name, kind in (("block.up", "column"), ("down", "row"), ("out", "row"))
+    ]
+    fused = {"patterns": [r".*gate_up\.weight$"], "partition_type": "column"}
+    head = {"patterns": [r".*lm_head\.weight$"], "partition_type": "column"}
+    return [
+        *cut,
+        {**fused, "shape": [2, -1], "partition_dim": 0},
+        {**head, "gather_output": True},
+    ]
+
+
 def pipeline_of(task: Task) -> PipelineModule:
     ends = [LayerSpec(make.Embed, VOCAB), LayerSpec(make.Head, VOCAB)]
     if task.tied:
@@ -115,6 +165,8 @@ def model_of(task: Task) -> torch.nn.Module:
     net: torch.nn.Module
     if task.model == "experts":
         net = make.Experts(VOCAB, task.ep, task.layers)
+    elif task.model == "tensor":
+        net = Tensor(task)
     else:
         net = pipeline_of(task) if task.pp else Layers(task)
     for tensor in (*net.parameters(), *net.buffers()) if task.load else ():
@@ -136,12 +188,12 @@ def groups_of(task: Task, net: torch.nn.Module) -> list[dict[str, Any]]:
     ]
     if task.model == "experts":
         named = [{"name": f"group {i}", **group} for i, group in enumerate(groups)]
-        return split_params_into_different_moe_groups_for_optimizer(named)
+        groups = split_params_into_different_moe_groups_for_optimizer(named)
     return groups
 
 
-def optimizer_of(task: Task, net: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups_of(task, net), betas=(0.8 if task.load else 0.9, 0.95))
+def betas_of(task: Task) -> tuple[float, float]:
+    return (0.8 if task.load else 0.9, 0.95)
 
 
 def slower(step: int) -> float:
@@ -157,6 +209,8 @@ def config(task: Task, replicas: int) -> dict[str, Any]:
         "gradient_clipping": 0.0,  # 1 by default, unlike in plain PyTorch
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        # made by DeepSpeed, after AutoTP has replaced parameters
+        "optimizer": {"type": "AdamW", "params": {"betas": betas_of(task), "torch_adam": True}},
         "zero_optimization": {
             "stage": task.zero,
             "stage3_param_persistence_threshold": 0,
@@ -167,6 +221,9 @@ def config(task: Task, replicas: int) -> dict[str, Any]:
         out["bf16"] = {"enabled": True}
     if task.data_first:
         out["use_data_before_expert_parallelism"] = True
+    if task.tp > 1:
+        specs = {"use_default_specs": False, "layer_specs": _specs()}
+        out["tensor_parallel"] = {"autotp_size": task.tp, "partition_config": specs}
     if task.bf16_optimizer:
         out["data_types"] = {"grad_accum_dtype": "fp32"}
     return out
@@ -193,12 +250,11 @@ class Engine:
         vars(ds_groups).update({name: copy.copy(value) for name, value in _KEPT.items()})
         ds_groups.mpu = ds_groups.mesh_device = None
         self.task, self.net = task, net or model_of(task)
-        optimizer = optimizer_of(task, self.net)
         self.engine, *_ = deepspeed.initialize(
             model=self.net,
-            config=config(task, dist.get_world_size() // max(task.pp, 1)),
-            optimizer=optimizer,
-            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, slower),
+            config=config(task, dist.get_world_size() // max(task.pp, task.tp, 1)),
+            model_parameters=groups_of(task, self.net),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, slower),
         )
 
     def step(self, number: int) -> float:
@@ -242,7 +298,7 @@ class Alone:
 
     def __init__(self, task: Task) -> None:
         self.task, self.net = task, model_of(task)
-        self.optimizer = optimizer_of(task, self.net)
+        self.optimizer = torch.optim.AdamW(groups_of(task, self.net), betas=betas_of(task))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, slower)
 
     def step(self, number: int) -> float:
@@ -297,7 +353,8 @@ def run(task: Task, out: Path) -> None:
         for step in range(3):
             trainer.step(step)
         trainer.save(folder)
-        facts["listed"] = group_of().links.kept[SavePlanner].listed != ()
+        listed = group_of().links.kept[SavePlanner].listed
+        facts["listed"] = sorted({tensor.info.name for tensor in listed})
         facts["saved"] = trainer.facts()
     if task.load:
         trainer.save(folder / "again")
@@ -398,10 +455,40 @@ def refused(task: Task, out: Path) -> str:
     return told
 
 
+def unclear(_: Task, out: Path) -> dict[str, Any]:
+    """A layer that does not say how it has cut a parameter, or that scales it, is refused."""
+    trainer = Engine(Task("", model="tensor", tp=2))
+    weight = trainer.net.get_parameter("block.up.weight")
+    known = copy.deepcopy(getattr(weight, DS_AUTOTP_UC_META))
+    scaled = copy.deepcopy(known)
+    scaled["conversion"]["affine_map"]["ranks"][1]["pieces"][0]["scale"] = 2.0
+    found = {"good": said(lambda: ucd.save(trainer.engine, str(out / "good")))}
+    for name, described in (
+        ("silent", {"conversion": {}}),
+        ("reason", {"conversion": {"unsupported_reason": "its heads are interleaved"}}),
+        ("scaled", scaled),
+    ):
+        setattr(weight, DS_AUTOTP_UC_META, described)
+        found[name] = said(lambda: ucd.save(trainer.engine, str(out / "no")))
+        found[f"load {name}"] = said(lambda: ucd.load(trainer.engine, str(out / "good")))
+    setattr(weight, DS_AUTOTP_UC_META, known)
+    trainer.close()
+    for zero in (0, 1):
+        trainer = Engine(Task("", model="tensor", tp=2, zero=zero))
+        held = optimizer_tensors(inspect_engine(trainer.engine))
+        entry = next(entry for entry in held if "block.norm.bias" in entry.parts)
+        at = entry.parts["block.norm.bias"][2]
+        entry.tensor.data.view(-1)[at] += dist.get_rank()
+        found[f"unlike {zero}"] = said(partial(ucd.save, trainer.engine, str(out / "no")))
+        trainer.close()
+    return {**found, "committed": (out / "no").exists()}
+
+
 EDGES: dict[str, Callable[[Task, Path], Any]] = {
     "extras": extras,
     "untied": untied,
     "refused": refused,
+    "unclear": unclear,
 }
 
 

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.engine
 TIED = {"tied": True, "dtype": "bf16", "groups": 2, "buffers": True}
 PLAIN = {"tied": True, "accumulate": 2}
 EXPERTS = {"model": "experts"}
+TENSOR = {"model": "tensor"}
 FIRST = {"data_first": True, "layers": 2}
 FROZEN = {"dtype": "bf16", "freeze": "1.down", "groups": 2}
 #: Name -> ranks and the engine: its options as `parallel.py` wants them. The family comes first.
@@ -42,6 +43,11 @@ SOURCES: dict[str, tuple[int, dict[str, Any]]] = {
     "experts-z2": (4, {**EXPERTS, "ep": 2, "zero": 2, "dtype": "bf16", **FIRST}),
     "experts-z0": (2, {**EXPERTS, "ep": 2, "zero": 0}),
     "experts-whole": (2, {**EXPERTS, "ep": 1, "zero": 1}),
+    "tensor-z1": (4, {**TENSOR, "tp": 2, "zero": 1, "dtype": "bf16", "groups": 2}),
+    "tensor-odd": (4, {**TENSOR, "tp": 2, "zero": 2, "even": False, "groups": 2}),
+    "tensor-z0": (2, {**TENSOR, "tp": 2, "zero": 0, "even": False}),
+    "tensor-z3": (4, {**TENSOR, "tp": 2, "zero": 3, "dtype": "bf16"}),
+    "tensor-none": (2, {**TENSOR, "zero": 3, "even": False}),
 }
 
 
@@ -102,7 +108,30 @@ LOADS = [
     Load("experts-z0", 1, {"ep": 1, "zero": 0}, "own"),
     Load("experts-whole", 2, {"ep": 2, "zero": 0}, "own"),
     Load("experts-whole", 4, {"ep": 4, "zero": 1}),
+    Load("tensor-z1", 4, {"tp": 2, "zero": 1}, same=True),
+    Load("tensor-z1", 2, {"tp": 1, "zero": 3}, "packed"),
+    Load("tensor-z1", 2, {"tp": 2, "zero": 1, "bf16_optimizer": True}, "own"),
+    Load("tensor-odd", 4, {"tp": 2, "zero": 2}, "packed", same=True),
+    Load("tensor-odd", 3, {"tp": 3, "zero": 1}),
+    Load("tensor-odd", 2, {"tp": 1, "zero": 1}, "own"),
+    Load("tensor-z0", 2, {"tp": 2, "zero": 0}, same=True),
+    Load("tensor-z0", 4, {"tp": 2, "zero": 1}, "own"),
+    Load("tensor-z0", 1, {"tp": 1, "zero": None}),
+    Load("tensor-z3", 4, {"tp": 2, "zero": 3}, same=True),
+    Load("tensor-z3", 2, {"tp": 2, "zero": 2}, "packed"),
+    Load("tensor-none", 4, {"tp": 2, "zero": 1}),
+    Load("tensor-none", 3, {"tp": 3, "zero": 0}, "own"),
 ]
+# AutoTP cuts each half of it
+FUSED = {"block.gate_up.weight", "block.gate_up.bias"}
+ROWS = {"block.up.weight", "block.up.bias", "block.down.weight", "block.out.weight"}
+#: What no description covers: also the parts of flat buffers in which ranks hold unequal numbers of elements.
+LISTED = {
+    "tensor-z1": FUSED,
+    "tensor-z3": FUSED,
+    "tensor-z0": FUSED,
+    "tensor-odd": {*FUSED, *ROWS, "lm_head.weight"},
+}
 #: The last of three stages has no vectors, so no group for them.
 OTHER_GROUPS = Load("pipe-z1", 3, {"pp": 3})
 #: World sizes, and tasks that are functions of `parallel.py`.
@@ -110,6 +139,7 @@ EDGES: list[tuple[int, dict[str, Any]]] = [
     (2, {"name": "pipe-extras", "edge": "extras"}),
     (2, {"name": "pipe-untied", "edge": "untied"}),
     (3, {**OTHER_GROUPS.task, "edge": "refused"}),
+    (2, {"name": "tensor-unclear", "edge": "unclear"}),
 ]
 
 
@@ -162,11 +192,11 @@ def test_what_is_saved_is_what_the_engine_holds(made: Callable[[str], Path], nam
     expected = own_of(made(name), name)
     for form in ("zarr", "packed"):
         assert not differences(held(folder / form), expected)
-    assert not facts(folder)["listed"]
+    assert set(facts(folder)["listed"]) == LISTED.get(name, set())
     if name == "pipe-none":
         return
     ours, own = ucformat.open(str(folder / "zarr")), ucformat.open(str(folder / "own"))
-    for axis in ("zero", "dp", "pp", "ep"):
+    for axis in ("zero", "dp", "pp", "tp", "ep"):
         assert ours.manifest.layout.get(axis) == own.manifest.layout.get(axis)
     for kind in ("lr_scheduler", "global_steps", "global_samples", "skipped_steps"):
         assert ours.objects[kind] == own.objects[kind]
@@ -229,6 +259,24 @@ def test_a_scheduler_of_other_groups_is_refused(made: Callable[[str], Path]) -> 
     for told in facts(made("pipe") / str(OTHER_GROUPS))["ranks"]:
         assert told.startswith("StateMismatch")
         assert "the object lr_scheduler: it is for 2 optimizer groups, and this rank has 1" in told
+
+
+def test_cuts_that_are_not_described_are_refused(made: Callable[[str], Path]) -> None:
+    for found in facts(made("tensor") / "tensor-unclear")["ranks"]:
+        assert not found["good"]
+        for name, says in (
+            ("silent", "its layer does not tell how"),
+            ("reason", "its heads are interleaved"),
+            ("scaled", "scales its parts"),
+        ):
+            for told in (found[name], found[f"load {name}"]):
+                assert told.startswith("UnsupportedError")
+                assert "AutoTP has cut block.up.weight" in told
+                assert says in told
+        for zero in (0, 1):
+            told = found[f"unlike {zero}"]
+            assert "block.norm.bias (weight) has a different value on rank 1" in told
+        assert not found["committed"]
 
 
 @pytest.mark.parametrize("name", ["experts-z1", "experts-z2", "experts-z0"])

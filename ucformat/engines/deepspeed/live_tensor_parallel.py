@@ -1,0 +1,166 @@
+"""The parts of parameters that AutoTP leaves to this rank of a DeepSpeed engine, as its layers describe them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ucformat.engines.deepspeed.patterns import affine_sharding
+from ucformat.errors import LayoutError, UnsupportedError
+from ucformat.geometry.distribution import Cut, Distribution, RankMesh
+from ucformat.geometry.tensor import Piece
+from ucformat.torch.state.local import LocalShard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import torch
+
+    from ucformat.geometry.view import BoxPair
+
+_HINT = "use engine.save_checkpoint, or an engine without AutoTP"
+
+
+@dataclass(frozen=True, slots=True)
+class CutParameter:
+    """A parameter that AutoTP has cut: the shape of all of it, that of this rank's part, and where the part lies.
+
+    `dim` is the dim along which it is cut, None if there are several.
+    """
+
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    regions: tuple[BoxPair, ...]
+    dim: int | None
+
+    def pieces(self, pieces: tuple[Piece, ...]) -> Iterator[Piece]:
+        """The pieces of the whole parameter, of those of the part."""
+        for piece in pieces:
+            for region in self.regions:
+                common = piece.box.intersect(region.box)
+                if common is None:
+                    continue
+                inner = tuple(a - b for a, b in zip(common.start, piece.box.start, strict=True))
+                at = sum(i * s for i, s in zip(inner, piece.strides, strict=True))
+                moved = tuple(
+                    t - b for t, b in zip(region.target.start, region.box.start, strict=True)
+                )
+                yield Piece(common.shift(moved), piece.offset + at, piece.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The tensor-parallel ranks of an engine: the mesh of data-parallel and tensor-parallel ranks, and what is cut.
+
+    `is_even` says whether all these ranks hold equally many elements of each parameter, and so have
+    the parameters at the same places of flat buffers.
+    """
+
+    mesh: RankMesh
+    cut: Mapping[str, CutParameter]
+    is_even: bool
+
+    @property
+    def degree(self) -> int:
+        """The number of tensor-parallel ranks."""
+        return self.mesh.sizes[1]
+
+    def whole(self, local: LocalShard) -> LocalShard:
+        """The part of a whole tensor, of that of this rank's part of it.
+
+        Raises:
+            UnsupportedError: it is a state of another shape than the parameter.
+        """
+        name, shape, flat = local.info.name, local.info.shape, local.distribution
+        parameter = self.cut.get(name)
+        if parameter is None or not shape:
+            return self._replicated(local)
+        if shape != parameter.local:
+            raise UnsupportedError(
+                f"the optimizer state {local.info.state!r} of {name} has the shape {list(shape)}, that of "
+                f"the parameter is {list(parameter.local)}: it belongs to this rank's part alone",
+                hint="use an optimizer whose states have the shapes of parameters",
+            )
+        distribution = None
+        if parameter.dim is not None and (flat is None or self.is_even):
+            distribution = self._distribution(flat, (Cut(parameter.dim, 1),))
+        info = replace(local.info, shape=parameter.shape)
+        return LocalShard(info, tuple(parameter.pieces(local.pieces)), local.tensor, distribution)
+
+    def _replicated(self, local: LocalShard) -> LocalShard:
+        if local.distribution is None or not self.is_even:
+            return local
+        distribution = self._distribution(local.distribution, ())
+        return LocalShard(local.info, local.pieces, local.tensor, distribution)
+
+    def _distribution(
+        self, flat: Distribution | None, cuts: tuple[Cut, ...]
+    ) -> Distribution | None:
+        if flat is None:
+            return Distribution(self.mesh, cuts)
+        if flat.mesh.size != self.mesh.sizes[0]:
+            return None
+        return Distribution(self.mesh, cuts, 0, flat.part, flat.position)
+
+
+def tensor_parallel(
+    engine: Any, parameters: Mapping[str, torch.nn.Parameter]
+) -> TensorParallel | None:
+    """Return what AutoTP has cut in an engine; None if it is not used.
+
+    Raises:
+        UnsupportedError: a layer does not describe how it has cut a parameter.
+    """
+    from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+
+    if engine.autotp_size() <= 1:
+        return None
+    mesh = _mesh(engine)
+    at = mesh.coordinate(dist.get_rank())
+    assert at is not None  # noqa: S101 - checked with the mesh
+    cut: dict[str, CutParameter] = {}
+    is_even = True
+    for name, parameter in parameters.items():
+        recorded = getattr(parameter, DS_AUTOTP_UC_META, None)
+        if not recorded:  # the layer was left as it is
+            continue
+        local = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        conversion = recorded.get("conversion") or {}
+        affine = conversion.get("affine_map")
+        if affine is None:
+            reason = conversion.get("unsupported_reason") or "its layer does not tell how"
+            raise UnsupportedError(f"AutoTP has cut {name}: {reason}", hint=_HINT)
+        shapes = tuple(tuple(affine["ranks"][rank]["shard_shape"]) for rank in range(mesh.sizes[1]))
+        try:
+            sharding = affine_sharding(affine, shapes)
+        except (LayoutError, UnsupportedError) as error:
+            raise UnsupportedError(f"AutoTP has cut {name}: {error.message}", hint=_HINT) from error
+        if sharding.scaled or shapes[at[1]] != local:
+            what = "scales its parts" if sharding.scaled else f"describes a part of {shapes[at[1]]}"
+            raise UnsupportedError(
+                f"AutoTP has cut {name}, of which this rank has {list(local)}, and {what}",
+                hint=_HINT,
+            )
+        if set(shapes) == {sharding.shape}:
+            continue
+        is_even = is_even and len(set(shapes)) == 1
+        dims = [d for d, n in enumerate(sharding.shape) if local[d] != n]
+        whole_dim = dims[0] if len(dims) == 1 and len(sharding.regions[at[1]]) == 1 else None
+        cut[name] = CutParameter(sharding.shape, local, sharding.regions[at[1]], whole_dim)
+    return TensorParallel(mesh, cut, is_even)
+
+
+def _mesh(engine: Any) -> RankMesh:
+    """The mesh of data-parallel and tensor-parallel ranks."""
+    rank = dist.get_rank()
+    columns = dist.get_process_group_ranks(engine.mpu.get_tensor_model_parallel_group())
+    rows = dist.get_process_group_ranks(engine.seq_data_parallel_group)
+    ranks = [row + column - rank for row in rows for column in columns]
+    if sorted(ranks) != list(range(dist.get_world_size())):
+        raise UnsupportedError(
+            "AutoTP with other parallelism than that of data cannot be saved or loaded yet",
+            hint=_HINT,
+        )
+    return RankMesh.of((len(rows), len(columns)), ranks)
