@@ -560,6 +560,20 @@ class TestWhatIsUnderstood:
         weights = {"a": torch.randn(4, 8), "b": torch.randn(4, 8)}
         self.loaded(tmp_path, weights, fill, lambda: Model(p=(8, 4), q=(2, 8)))
 
+    def test_what_is_overwritten(self, tmp_path: Path) -> None:
+        """Values that a model had before, however it got them."""
+
+        def fill(w: Weights, m: Any) -> None:
+            torch._foreach_mul_([m.p.data, m.q.data], 2)
+            m.p.data.normal_()
+            m.p.data.copy_(w["a"])
+            m.q.data.fill_(1)
+            m.q.data[:, :3].copy_(w["a"][:, :3])
+            m.q.data[:, 3:].copy_(w["a"][:, 3:])
+
+        weights = {"a": torch.randn(4, 8)}
+        self.loaded(tmp_path, weights, fill, lambda: Model(p=(4, 8), q=(4, 8)))
+
     def test_ties(self, tmp_path: Path) -> None:
         class Tied(Model):
             def __init__(self) -> None:

@@ -244,7 +244,8 @@ class Recorder:
                 raise self.refuse(func, known)
             for argument, value in zip(func._schema.arguments, args, strict=False):  # noqa: SLF001
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self.set(value, Foreign(str(func)))
+                    for tensor in tree_flatten(value)[0]:  # of `_foreach_` operations, many
+                        self.set(tensor, Foreign(str(func)))
             return func(*args, **kwargs)
 
     def refuse(self, func: Any, tensors: Sequence[torch.Tensor], why: str = "") -> UnsupportedError:
