@@ -73,7 +73,11 @@ def generated(python: Path, folder: Path, load_format: str, into: Path) -> list[
     return tokens
 
 
-def test_the_tokens_are_the_same_and_only_the_shard_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load_format", ["captured", "auto"])
+def test_the_tokens_are_the_same_and_only_the_shard_is_read(
+    tmp_path: Path, load_format: str
+) -> None:
+    """Those of vLLM's own loader are those of Transformers, and so are those of the captured layout."""
     transformers = pytest.importorskip("transformers")
     try:
         python = engine("vllm")
@@ -88,10 +92,9 @@ def test_the_tokens_are_the_same_and_only_the_shard_is_read(tmp_path: Path) -> N
             torch.tensor([PROMPT]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
         )
     model.save_pretrained(tmp_path / "model")
-    found = generated(python, tmp_path / "model", "captured", tmp_path)
-    assert found == generated(python, tmp_path / "model", "auto", tmp_path)
+    found = generated(python, tmp_path / "model", load_format, tmp_path)
     assert found == wanted[0].tolist()[len(PROMPT) :]
-    for rank in range(2):
+    for rank in range(2) if load_format == "captured" else ():
         report = json.loads((tmp_path / f"captured.rank{rank}").read_text())
         assert report["read"] <= 1.05 * report["shard"]
         assert any("vllm" in package for package in report["engine"])
