@@ -53,6 +53,7 @@ FAMILIES = {
     "killed while it is saved": "torch/test_faults.py::test_a_rank_is_killed_in_a_save",
     "a manager": "torch/test_manager.py::test_two_ranks_agree",
     "loaded into a model": "torch/test_load_into.py::test_logits_are_those_of_the_model",
+    "captured from a loader": "torch/test_capture.py::TestAServingRank::test_reads_its_own_bytes",
     "published, and received": "torch/test_publishing.py::test_receivers_that_are_killed_never",
     "ranks that share reads": "torch/test_sharing.py::test_each_host_reads_once",
     # each job
