@@ -48,7 +48,7 @@ from ucformat.storage.wrappers import checking_unchanged
 from ucformat.torch.loading.match import Problems, match, raise_for, stored_names
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.values import ABSENT, SavedState, value_at
-from ucformat.torch.state.collect import are_names, is_group
+from ucformat.torch.state.groups import are_names, is_group
 from ucformat.torch.state.local import LocalShard, local_of, without_ties
 from ucformat.torch.state.memory import dtype_name, torch_dtype
 from ucformat.torch.state.objects import decode, tensor_of, unfit

@@ -20,7 +20,8 @@ from ucformat.reading.readable import IntKey
 from ucformat.reading.state_names import GROUPS, dotted, split_state
 from ucformat.torch.loading.find import prefixes_of
 from ucformat.torch.loading.match import PARAMETER, Problems
-from ucformat.torch.state.collect import CollectedGroup, GroupOptions, ValueSlot, collect_made
+from ucformat.torch.state.collect import ValueSlot, collect_made
+from ucformat.torch.state.groups import CollectedGroup, GroupOptions
 from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import decode
 from ucformat.torch.state.subclasses import RECORD
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import StatePath as Path
     from ucformat.schema.manifest import GroupDoc
     from ucformat.torch.loading.values import SavedState
-    from ucformat.torch.state.collect import CollectedState, LiveOptimizer
+    from ucformat.torch.state.collect import CollectedState
+    from ucformat.torch.state.groups import LiveOptimizer
 
 _STATE = "state"
 #: Optimizers that make all states when they are constructed, and cannot go on without.

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import StatePath as Path
     from ucformat.schema.manifest import GroupDoc
     from ucformat.torch.comm.group import Group as Ranks
-    from ucformat.torch.state.collect import CollectedGroup, CollectedState
+    from ucformat.torch.state.collect import CollectedState
+    from ucformat.torch.state.groups import CollectedGroup
     from ucformat.torch.state.objects import PerRank
     from ucformat.torch.state.subclasses import TakenApart
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
@@ -18,7 +17,14 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.reading.state_names import GROUPS, dotted, name_state, optimizer_roots, split_option
 from ucformat.torch.integration import integrations
-from ucformat.torch.state.objects import PerRank, Rng, StateParts, encode
+from ucformat.torch.state.groups import (
+    CollectedGroup,
+    GroupOptions,
+    LiveOptimizer,
+    flattened_groups,
+    is_group,
+)
+from ucformat.torch.state.objects import PerRank, Rng, StateParts
 from ucformat.torch.state.sharded import dtensor_class, is_fsdp1, is_sharded_tensor
 from ucformat.torch.state.subclasses import (
     RECORD,
@@ -45,38 +51,6 @@ class ValueSlot:
 
     value: Any
     put: Callable[[Any], None]
-
-
-@dataclass(frozen=True, slots=True)
-class CollectedGroup:
-    """An optimizer group: the optimizer's names of its parameters, and its hyper-parameters, to be set in place."""
-
-    params: tuple[str, ...]
-    options: MutableMapping[str, Any]
-
-    @property
-    def flattened(self) -> bool:
-        """Whether the state dict has separate hyper-parameters for each parameter."""
-        return isinstance(self.options, _FlatOptions)
-
-    def parts(self) -> list[CollectedGroup]:
-        """Return what can have its own hyper-parameters: each parameter of a flattened group, else the group itself."""
-        if not isinstance(self.options, _FlatOptions):
-            return [self]
-        flat = self.options
-        return [
-            CollectedGroup((name,), _FlatOptions(flat.state, keys))
-            for name, keys in zip(self.params, flat.keys_of, strict=True)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class LiveOptimizer:
-    """An optimizer of a state, its groups, and its parameters by name, in the order of its groups."""
-
-    optimizer: torch.optim.Optimizer
-    groups: Sequence[CollectedGroup]
-    params: Mapping[str, torch.Tensor]
 
 
 class GlobalNames:
@@ -338,7 +312,7 @@ def _mapping(
         flat = [k for k in value if isinstance(k, str) and k.startswith(GROUPS)]
         group_keys = {k for k in flat if all(split_option(k))}
         if group_keys:
-            collected.groups[path] = _flattened_groups(value, group_keys)
+            collected.groups[path] = flattened_groups(value, group_keys)
     collected.group_entries |= {(*path, k) for k in group_keys}
     if (group_keys or isinstance(groups, list)) and isinstance(value, MutableMapping):
         collected.optimizer_dicts[path] = value
@@ -352,67 +326,6 @@ def _mapping(
                 continue
             place = _setter(value, key) if isinstance(value, MutableMapping) else NoPlace(below)
             _walk(collected, below, inner, modules, place)
-
-
-def is_group(group: Any) -> bool:
-    """Check whether a value is an optimizer group with named parameters."""
-    names = group.get("params") if isinstance(group, dict) else None
-    return isinstance(names, list) and are_names(names) and all(type(k) is str for k in group)
-
-
-def are_names(params: Any) -> bool:
-    """Check whether a value is a sequence of names."""
-    return isinstance(params, list | tuple) and all(isinstance(p, str) for p in params)
-
-
-class GroupOptions(dict[str, Any]):
-    """The hyper-parameters of a group in a state dict; an item that is set is also set there."""
-
-    def __init__(
-        self, group: MutableMapping[str, Any], without: tuple[str, ...] = ("params",)
-    ) -> None:
-        super().__init__({k: v for k, v in group.items() if k not in without})
-        self.group = group
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        self.group[key] = value
-
-
-def _flattened_groups(value: Any, keys: set[str]) -> list[CollectedGroup]:
-    """The groups of a flattened optimizer state dict: parameters with equal hyper-parameters form a group."""
-    options: dict[str, dict[str, str]] = {}  # name -> option -> key
-    for key in (k for k in value if k in keys):
-        name, option = split_option(key)
-        options.setdefault(name, {})[option] = key
-    groups: dict[str, CollectedGroup] = {}
-    for name, by_option in options.items():
-        options_text = json.dumps(
-            encode({o: value[k] for o, k in by_option.items()}), sort_keys=True
-        )
-        if (group := groups.get(options_text)) is None:
-            groups[options_text] = CollectedGroup((name,), _FlatOptions(value, by_option))
-        else:
-            group.options.add(by_option)  # type: ignore[attr-defined]
-            groups[options_text] = CollectedGroup((*group.params, name), group.options)
-    return list(groups.values())
-
-
-class _FlatOptions(dict[str, Any]):
-    """The hyper-parameters that parameters of a flattened optimizer state dict share; set for all of them."""
-
-    def __init__(self, state: MutableMapping[str, Any], keys: Mapping[str, str]) -> None:
-        super().__init__({o: state[k] for o, k in keys.items()})
-        self.state, self.keys_of = state, [keys]
-
-    def add(self, keys: Mapping[str, str]) -> None:
-        self.keys_of.append(keys)
-
-    def __setitem__(self, option: str, value: Any) -> None:
-        super().__setitem__(option, value)
-        for keys in self.keys_of:
-            if option in keys:
-                self.state[keys[option]] = value
 
 
 def _sequence(
