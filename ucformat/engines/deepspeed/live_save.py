@@ -19,7 +19,6 @@ from ucformat.engines.deepspeed.live_engine import (
 from ucformat.engines.deepspeed.model_states import SCALER, scaler_of
 from ucformat.errors import UcformatError, UnsupportedError, UsageError, refuse_arguments
 from ucformat.geometry.box import row_major
-from ucformat.geometry.local import Dim, pieces_of
 from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.reading.readable import LazySequence, json_key
 from ucformat.reading.values import SMALL, references
@@ -27,7 +26,7 @@ from ucformat.sources.configuration import program_config
 from ucformat.torch.loading.values import FittedValues
 from ucformat.torch.saving.save import prepare, save_prepared, saving_group
 from ucformat.torch.state.collect import ValueSlot
-from ucformat.torch.state.local import LocalShard, LocalState, local_of
+from ucformat.torch.state.local import LocalShard, LocalState, flat_local, local_of
 from ucformat.torch.state.memory import dtype_name, synchronize, torch_dtype
 from ucformat.torch.state.objects import PerRank, decode, encode
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.engines.deepspeed.live_engine import EngineParts, OptimizerTensor
-    from ucformat.geometry.distribution import Distribution
     from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.saving.save import Saved
 
@@ -157,14 +155,6 @@ def part_of(
     info = TensorInfo(name, state, dtype_name(memory.dtype), entry.shapes[name])
     part = memory.narrow(0, offset, stop - start)
     return trainer.whole(flat_local(info, part, start, stop, entry.distributions.get(name)))
-
-
-def flat_local(
-    info: TensorInfo, memory: torch.Tensor, start: int, stop: int, distribution: Distribution | None
-) -> LocalShard:
-    """Elements `[start, stop)` of a flattened tensor, contiguous in memory."""
-    dims = tuple(Dim.whole(n) for n in info.shape)
-    return LocalShard(info, pieces_of(dims, flat=(start, stop))[0], memory, distribution)
 
 
 def boxes_of(local: LocalShard) -> Iterator[LocalShard]:

@@ -21,6 +21,7 @@ from ucformat.reading.state_names import GROUPS, dotted, split_state
 from ucformat.torch.loading.find import prefixes_of
 from ucformat.torch.loading.match import PARAMETER, Problems
 from ucformat.torch.state.collect import ValueSlot, collect_made
+from ucformat.torch.state.flat import FlatPart
 from ucformat.torch.state.groups import CollectedGroup, GroupOptions
 from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import decode
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import GroupDoc
     from ucformat.torch.loading.values import SavedState
     from ucformat.torch.state.collect import CollectedState
+    from ucformat.torch.state.flat import FlatSlot
     from ucformat.torch.state.groups import LiveOptimizer
 
 _STATE = "state"
@@ -106,16 +108,22 @@ class _Placing:
             )
             return
         for name, param in live.params.items():
-            where = (*root, _STATE, name)
+            where, slot = (*root, _STATE, name), live.slots.get(name)
             states = optimizer.state.get(param) or new_states.get(name) or {}
             if not stored.kinds(name):
-                if states and group_of(name) is not None and not isinstance(optimizer, _EAGER):
+                if stateful := [other for other in live.joined(name) if stored.kinds(other)]:
+                    self.others.append(
+                        f"{dotted(where)}: the checkpoint has states of {stateful[0]}, and none of "
+                        f"{name}, which FSDP1 has joined to one parameter (use_orig_params=True "
+                        "does not)"
+                    )
+                elif states and group_of(name) is not None and not isinstance(optimizer, _EAGER):
                     self._forget(state_paths.get(name, ()))
-                    self.finish.append(partial(optimizer.state.pop, param))
+                    self.finish.append(partial(optimizer.state.pop, param, None))
                 continue
             program_paths = state_paths.get(name, [])
             if name in new_states:
-                program_paths = collect_made(collected, where, prefix + name, states)
+                program_paths = collect_made(collected, where, prefix + name, states, slot)
             other = _of_other_structure(
                 {p[len(where) :]: p in collected.tensors for p in program_paths}, stored.kinds(name)
             )
@@ -125,7 +133,8 @@ class _Placing:
             self._check_wrappers(where, stored.wrappers.get(name, ()))
             for below, key in _lacking(where, program_paths, stored, name).items():
                 self._add(
-                    where, below, key, replaced if below[0] in other else states, below, param
+                    *(where, below, key, replaced if below[0] in other else states, below),
+                    *(param, slot),
                 )
             if other:
                 self.finish.append(partial(states.update, replaced))
@@ -279,11 +288,11 @@ class _Placing:
         if [n for _, place in groups for n in place.names] == list(live.params):
             return True
         keys = (
-            (key, live.params[name])
+            (key, live.shape(name))
             for name in fresh
             for key in stored.tensors.get(name, {}).values()
         )
-        return all(self.recorded.ck.tensors[key].shape == tuple(param.shape) for key, param in keys)
+        return all(self.recorded.ck.tensors[key].shape == shape for key, shape in keys)
 
     def _state_paths(self, root: Path, names: Collection[str]) -> dict[str, list[Path]]:
         """The paths of the states that the program has, by the name of the parameter."""
@@ -318,32 +327,35 @@ class _Placing:
         holder: Any,
         inside: Path,
         param: torch.Tensor | None,
+        slot: FlatSlot | None = None,
     ) -> None:
         """Add a tensor, or without a key a value, which is put into the holder when it is loaded."""
         collected, path = self.collected, (*where, *below)
-        if key is None:
+        if key is None and (slot is None or not slot.joined):
             collected.leaves[path] = ValueSlot(None, lambda value: _insert(holder, inside, value))
             return
-        info = self.recorded.ck.tensors[self.recorded.stored(key)]
-        tensor = _empty(
-            info.shape,
-            torch_dtype(info.dtype),
-            param,
-            sharded=self._is_sharded(),
-            step=below[-1] == "step",
-        )
-        if tensor is None:
+        info = None if key is None else self.recorded.ck.tensors[self.recorded.stored(key)]
+        tensor: torch.Tensor | None = None
+        if info is not None:
+            dtype, step = torch_dtype(info.dtype), below[-1] == "step"
+            tensor = (
+                _empty(info.shape, dtype, param, sharded=self._is_sharded(), step=step)
+                if slot is None
+                else slot.empty(info.shape, dtype, step=step)
+            )
+        if key is None or tensor is None:
             self.others.append(
                 f"{dotted(path)}: the program has no tensor for it, and its shape does not tell "
                 "how it is sharded"
             )
             return
-        collected.tensors[path] = tensor
+        collected.tensors[path] = tensor if slot is None else slot.state(dotted(path), tensor)
         collected.keys[path] = key
         self.finish.append(lambda: _insert(holder, inside, tensor))
 
     def _is_sharded(self) -> bool:
-        return any(isinstance(t, DTensor | ShardedTensor) for t in self.collected.tensors.values())
+        kinds = (DTensor, ShardedTensor, FlatPart)
+        return any(isinstance(t, kinds) for t in self.collected.tensors.values())
 
     def _forget(self, paths: Iterable[Path]) -> None:
         """Take the states of a parameter out of the state."""
@@ -467,7 +479,7 @@ def _first_states(
     groups = [dict(g) for g in optimizer.param_groups]
     all_params = [p for g in groups for p in g["params"]]
     grads = [p.grad for p in all_params]
-    values = [p.detach().clone() for p in params.values()]
+    values = {p: p.detach().clone() for p in params.values()}  # several names may have one
     attributes = dict(vars(optimizer))
     before = dict(optimizer.state)
     devices = {p.device for p in all_params if p.device.type not in ("cpu", "meta")}
@@ -504,7 +516,7 @@ def _first_states(
         with torch.no_grad():
             for p, grad in zip(all_params, grads, strict=True):
                 p.grad = grad
-            for p, value in zip(params.values(), values, strict=True):
+            for p, value in values.items():
                 p.copy_(value)
 
 

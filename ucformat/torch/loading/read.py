@@ -23,6 +23,7 @@ from ucformat.reading.rank import item_for
 from ucformat.storage.concurrency import gc_paused, grouped
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.state.elements import blocks_of, host_memory
+from ucformat.torch.state.fingerprint import piece_in
 from ucformat.torch.state.local import LocalShard
 from ucformat.torch.state.memory import (
     check_fillable,
@@ -322,6 +323,8 @@ def target_of(part: Matched) -> torch.Tensor:
     """Return the part of a target's tensor that holds its box."""
     (piece,) = part.target.pieces
     tensor = part.target.tensor
+    if tensor.is_contiguous():
+        return piece_in(tensor, piece)
     strides = tensor.stride() if tensor.device.type == "cpu" else row_major(tuple(tensor.shape))
     local = _index(piece.offset, tuple(tensor.shape), strides)
     return tensor[tuple(slice(a, a + n) for a, n in zip(local, piece.box.shape, strict=True))]

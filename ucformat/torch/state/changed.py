@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ucformat.errors import UcformatError, UsageError
-from ucformat.torch.state.collect import GlobalNames, plain_name, values_of
+from ucformat.torch.state.collect import values_of
 from ucformat.torch.state.local import local_of
+from ucformat.torch.state.names import GlobalNames, plain_name
 from ucformat.torch.state.sharded import is_dtensor
 
 if TYPE_CHECKING:

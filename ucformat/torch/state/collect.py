@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ucformat.errors import StateMismatch, UnsupportedError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey
 from ucformat.reading.state_names import GROUPS, dotted, name_state, optimizer_roots, split_option
 from ucformat.torch.integration import integrations
+from ucformat.torch.state.flat import FlatModule, FlatPart
 from ucformat.torch.state.groups import (
     CollectedGroup,
     GroupOptions,
@@ -24,8 +24,15 @@ from ucformat.torch.state.groups import (
     flattened_groups,
     is_group,
 )
+from ucformat.torch.state.names import GlobalNames, plain_name
 from ucformat.torch.state.objects import PerRank, Rng, StateParts
-from ucformat.torch.state.sharded import dtensor_class, is_fsdp1, is_sharded_tensor
+from ucformat.torch.state.sharded import (
+    adopt_groups,
+    dtensor_class,
+    is_fsdp1,
+    is_sharded_tensor,
+    local_optimizer,
+)
 from ucformat.torch.state.subclasses import (
     RECORD,
     check_memory,
@@ -36,10 +43,11 @@ from ucformat.torch.state.subclasses import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from ucformat.reading.readable import StatePath as Path
     from ucformat.torch.integration import AttachedEntries
+    from ucformat.torch.state.flat import FlatSlot
     from ucformat.torch.state.subclasses import TakenApart
 
     Modules = list[tuple[Path, torch.nn.Module]]
@@ -53,42 +61,12 @@ class ValueSlot:
     put: Callable[[Any], None]
 
 
-class GlobalNames:
-    """The names in the whole model of what a rank names locally.
-
-    Args:
-        shifts: by pattern, such as `layers.*`, what is added to the number in the place of the star.
-    """
-
-    def __init__(self, shifts: Mapping[str, int]) -> None:
-        self._shifts: list[tuple[re.Pattern[str], int]] = []
-        for pattern, shift in shifts.items():
-            head, star, tail = pattern.partition("*")
-            if not star or "*" in tail or isinstance(shift, bool) or not isinstance(shift, int):
-                raise UsageError(
-                    f"names={{{pattern!r}: {shift!r}}} is not a pattern with one star and a number",
-                    hint='{"layers.*": 16} adds 16 to the number of each layer',
-                )
-            text = rf"({re.escape(head)})(\d+)({re.escape(tail)}(?:\..*)?)"
-            self._shifts.append((re.compile(text, re.ASCII), shift))
-
-    def of(self, name: str) -> str:
-        """Return the name in the whole model."""
-        for pattern, shift in self._shifts:
-            if match := pattern.fullmatch(name):
-                number = int(match[2]) + shift
-                if number < 0:
-                    raise UsageError(f"names= gives {name} the number {number}")
-                return f"{match[1]}{number}{match[3]}"
-        return name
-
-
 @dataclass(slots=True)
 class CollectedState:
     """The parts of a state, by path; the functions `finish` are called when all of them are loaded.
 
     Instead of a wrapper, `tensors` has its inner tensors (`InnerTensor` if a DTensor shards the
-    wrapper), and `wrapper_of` the path of the wrapper of each.
+    wrapper), and `wrapper_of` the path of the wrapper of each. What FSDP1 cuts is a `FlatPart`.
     """
 
     entries: tuple[str, ...] = ()  # the keys of the state, but those of its own tensors
@@ -115,6 +93,7 @@ class CollectedState:
     keys: dict[Path, Key] = field(default_factory=dict)  # the name and state of each tensor
     # of the names of each optimizer's parameters
     prefixes: dict[Path, str] = field(default_factory=dict)
+    flat_modules: dict[int, FlatModule] = field(default_factory=dict)  # by the module's `id`
 
     def drop(self, path: Path) -> None:
         """Leave out what is at a path: of a wrapper all that is inside."""
@@ -195,6 +174,9 @@ def _taken_apart(path: Path, tensor: Any) -> TakenApart | None:
     if is_sharded_tensor(tensor):
         for shard in tensor.local_shards():
             check_memory(dotted(path), shard.tensor)
+        return None
+    if isinstance(tensor, FlatPart):
+        tensor.check(dotted(path))
         return None
     return take_apart(dotted(path), tensor)
 
@@ -423,14 +405,10 @@ def _stateful(collected: CollectedState, path: Path, value: Any, modules: Module
 
 def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> None:
     """A module's state dict: what shares memory with the module is filled in place, the rest is loaded at the end."""
-    if any(is_fsdp1(m) for m in module.modules()):
-        raise UnsupportedError(
-            f"{dotted(path)} is wrapped in FSDP1, whose parameters are flat",
-            hint=(
-                "use fully_shard (FSDP2), or the state dicts of "
-                "torch.distributed.checkpoint.state_dict"
-            ),
-        )
+    flat = _flat_module(collected, path, module)
+    if flat is not None:
+        _fsdp1(collected, path, flat)
+        return
     _check_tensors(path, module)
     entries = module.state_dict()
     memory = _storages([*module.parameters(), *module.buffers()])
@@ -438,12 +416,7 @@ def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> N
     attached = _attached(module, entries.keys())
     resized = {key for attachment in attached for key in attachment.resized}
     for key, value in entries.items():
-        where = (*path, collected.global_names.of(plain_name(module, key)))
-        if where in collected.tensors or where in collected.leaves:
-            raise UsageError(
-                f"two parts of {dotted(path)} have the entry {where[-1]!r}",
-                hint="give each layer its number in the whole model as its name",
-            )
+        where = _place_of(collected, path, module, key)
         if not isinstance(value, torch.Tensor):
             collected.leaves[where] = ValueSlot(value, _setter(entries, key))
             copies.append(key)
@@ -466,6 +439,60 @@ def _module(collected: CollectedState, path: Path, module: torch.nn.Module) -> N
         ]
     if copies or any(map(acts_on_load, module.modules())):
         collected.finish.append(lambda: _load_copies(dotted(path), module, entries, copies))
+
+
+def _place_of(
+    collected: CollectedState, path: Path, module: torch.nn.Module, key: str
+) -> tuple[str | int, ...]:
+    """The path of an entry of a module's state dict."""
+    where = (*path, collected.global_names.of(plain_name(module, key)))
+    if where in collected.tensors or where in collected.leaves:
+        raise UsageError(
+            f"two parts of {dotted(path)} have the entry {where[-1]!r}",
+            hint="give each layer its number in the whole model as its name",
+        )
+    return where
+
+
+def _flat_module(
+    collected: CollectedState, path: Path, module: torch.nn.Module
+) -> FlatModule | None:
+    """The parameters of a module in FSDP1's terms; None if it has nothing of FSDP1."""
+    if not any(map(is_fsdp1, module.modules())):
+        return None
+    if id(module) not in collected.flat_modules:
+        collected.flat_modules[id(module)] = FlatModule(dotted(path), module)
+    return collected.flat_modules[id(module)]
+
+
+def _fsdp1(collected: CollectedState, path: Path, flat: FlatModule) -> None:
+    """The entries of a module that FSDP1 wraps, all of which are filled where they are."""
+    entries, extra = flat.entries(), flat.extra_states()
+    if attached := _attached(flat.module, entries.keys()):
+        raise UnsupportedError(
+            f"{dotted(path)} has {min(attached[0].keys)} beside a weight, which FSDP1 cuts",
+            hint="use fully_shard (FSDP2)",
+        )
+    for key, value in entries.items():
+        where = _place_of(collected, path, flat.module, key)
+        if isinstance(value, torch.Tensor | FlatPart):
+            collected.tensors[where] = value
+        else:
+            collected.leaves[where] = ValueSlot(value, _setter(entries, key))
+        if key in extra and isinstance(value, torch.Tensor):
+            collected.extra_states[where] = _setter(entries, key)
+    collected.unloadable += [
+        f"{dotted((*path, name))} does more in a load than to fill its tensors, which FSDP1 has cut"
+        for name, part in flat.module.named_modules()
+        if not is_fsdp1(part) and acts_on_load(part)
+    ]
+
+    def load() -> None:
+        for key, part in extra.items():
+            part.set_extra_state(entries[key])
+        flat.filled()
+
+    collected.finish.append(load)
 
 
 def _check_tensors(path: Path, module: torch.nn.Module) -> None:
@@ -549,18 +576,6 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else []
 
 
-def plain_name(module: torch.nn.Module, key: str) -> str:
-    """A key of a module's state dict, or the name of a parameter, without the prefixes of wrappers."""
-    parts: list[str] = []
-    inner: Any = module
-    for part in key.split("."):
-        wrapped = part == "module" and isinstance(inner, DistributedDataParallel)
-        if not wrapped and part not in ("_orig_mod", "_checkpoint_wrapped_module"):
-            parts.append(part)
-        inner = getattr(inner, part, None)
-    return ".".join(parts)
-
-
 def _load_copies(
     label: str, module: torch.nn.Module, entries: dict[str, Any], copies: list[str]
 ) -> None:
@@ -611,6 +626,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _optimizer(
     collected: CollectedState, path: Path, optimizer: torch.optim.Optimizer, modules: Modules
 ) -> None:
+    local = local_optimizer(dotted(path), optimizer)
     param_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     in_modules = [(p, m, {id(p) for p in m.parameters()} & param_ids) for p, m in modules]
     owners = [candidate for candidate in in_modules if candidate[2] == param_ids][:1] or [
@@ -626,23 +642,48 @@ def _optimizer(
                 '"optimizer": optimizer}'
             ),
         )
-    _check_optimizer(dotted(path), optimizer, param_ids)
+    _check_optimizer(dotted(path), local, param_ids)
     collected.owners[path] = owner = _common_path([p for p, *_ in owners])
-    names: dict[int, str] = {}
+    names: dict[int, dict[str, FlatSlot | None]] = {}
     for where, module, _ in owners:
-        for name, param in module.named_parameters():
+        for name, param, slot in _parameters(collected, where, module):
             global_name = collected.global_names.of(plain_name(module, name))
-            names.setdefault(id(param), dotted((*where[len(owner) :], global_name)))
+            of_param = names.setdefault(id(param), {})
+            if not of_param or (slot is not None and slot.joined):  # of tied ones the first
+                of_param[dotted((*where[len(owner) :], global_name))] = slot
     groups: list[CollectedGroup] = []
     params: dict[str, torch.Tensor] = {}
+    slots: dict[str, FlatSlot] = {}
+    mine = {id(p) for group in local.param_groups for p in group["params"]}
     for group in optimizer.param_groups:
-        named = {names[id(p)]: p for p in group["params"]}
-        groups.append(CollectedGroup(tuple(named), GroupOptions(group, ("params", "param_names"))))
-        params |= named
+        named = [(name, p, slot) for p in group["params"] for name, slot in names[id(p)].items()]
+        groups.append(
+            CollectedGroup(
+                tuple(name for name, *_ in named), GroupOptions(group, ("params", "param_names"))
+            )
+        )
+        slots |= {name: slot for name, _, slot in named if slot is not None}
+        params |= {
+            name: p for name, p, slot in named if id(p) in mine and (slot is None or slot.optimized)
+        }
     collected.groups.setdefault(path, []).extend(groups)
-    collected.optimizers.setdefault(path, []).append(LiveOptimizer(optimizer, groups, params))
+    collected.optimizers.setdefault(path, []).append(LiveOptimizer(local, groups, params, slots))
     for name, param in params.items():
-        collect_states(collected, (*path, "state", name), optimizer.state.get(param, {}))
+        states = local.state.get(param, {})
+        collect_states(collected, (*path, "state", name), states, slots.get(name))
+    if local is not optimizer:
+        collected.finish.append(partial(adopt_groups, optimizer))
+
+
+def _parameters(
+    collected: CollectedState, path: Path, module: torch.nn.Module
+) -> Iterator[tuple[str, torch.Tensor, FlatSlot | None]]:
+    """The names of a module's parameters, with what an optimizer has for each, and where it is in that."""
+    flat = _flat_module(collected, path, module)
+    if flat is not None:
+        yield from flat.parameters()
+    else:
+        yield from ((name, param, None) for name, param in module.named_parameters())
 
 
 def _common_path(paths: Sequence[Path]) -> Path:
@@ -675,18 +716,40 @@ def _check_optimizer(label: str, optimizer: torch.optim.Optimizer, params: set[i
             )
 
 
-def collect_states(collected: CollectedState, path: Path, states: Mapping[str, Any]) -> None:
-    """Collect the states of one parameter, which an optimizer has or would have."""
-    if states:
-        _walk(collected, path, states, [])
+def collect_states(
+    collected: CollectedState, path: Path, states: Mapping[str, Any], slot: FlatSlot | None = None
+) -> None:
+    """Collect the states of one parameter, which an optimizer has or would have.
+
+    Args:
+        slot: where the parameter is in what the optimizer has, if FSDP1 cuts it.
+    """
+    if not states:
+        return
+    tensors, leaves = len(collected.tensors), len(collected.leaves)
+    _walk(collected, path, states, [])
+    if slot is None:
+        return
+    for where in [*collected.tensors][tensors:]:
+        collected.tensors[where] = slot.state(dotted(where), collected.tensors[where])
+    if slot.joined and (values := [*collected.leaves][leaves:]):
+        raise UnsupportedError(
+            f"{dotted(values[0])} is no tensor, and the optimizer has one value for all parameters "
+            "that FSDP1 joins",
+            hint="wrap with use_orig_params=True",
+        )
 
 
 def collect_made(
-    collected: CollectedState, path: Path, name: str, states: Mapping[str, Any]
+    collected: CollectedState,
+    path: Path,
+    name: str,
+    states: Mapping[str, Any],
+    slot: FlatSlot | None = None,
 ) -> list[Path]:
     """Add the states that an optimizer would have of a parameter to a state that is collected; returns their paths."""
     new = CollectedState()
-    collect_states(new, path, states)
+    collect_states(new, path, states, slot)
     new.keys = {p: Key(name, dotted(p[len(path) :])) for p in new.tensors}
     replace_wrappers(
         new, {p: t for p, value in new.tensors.items() if (t := _taken_apart(p, value)) is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ucformat.reading.state_names import split_option
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
 
     import torch
+
+    from ucformat.torch.state.flat import FlatSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,29 @@ class CollectedGroup:
 
 @dataclass(frozen=True, slots=True)
 class LiveOptimizer:
-    """An optimizer of a state, its groups, and its parameters by name, in the order of its groups."""
+    """An optimizer of a state, or the part of it on this rank.
+
+    Attributes:
+        params: those of which it has the states, by name, in the order of its groups; of those that
+            FSDP1 joins, several names have one.
+        slots: where those that FSDP1 cuts are in what the optimizer has.
+    """
 
     optimizer: torch.optim.Optimizer
     groups: Sequence[CollectedGroup]
     params: Mapping[str, torch.Tensor]
+    slots: Mapping[str, FlatSlot] = field(default_factory=dict)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole parameter."""
+        return self.slots[name].shape if name in self.slots else tuple(self.params[name].shape)
+
+    def joined(self, name: str) -> list[str]:
+        """Return the other parameters that are one for the optimizer with this one."""
+        if name not in self.slots or not self.slots[name].joined:
+            return []
+        param = self.params[name]
+        return [n for n, other in self.params.items() if other is param and n != name]
 
 
 def is_group(group: Any) -> bool:

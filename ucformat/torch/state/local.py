@@ -20,6 +20,7 @@ from ucformat.reading.readable import GroupPlace, json_key
 from ucformat.reading.state_names import GROUPS, dotted
 from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.state.collect import collect
+from ucformat.torch.state.flat import FlatPart
 from ucformat.torch.state.memory import dtype_name, synchronize
 from ucformat.torch.state.objects import encode
 from ucformat.torch.state.sharded import is_dtensor, is_sharded_tensor
@@ -137,7 +138,10 @@ _Placed = dict[tuple[object, ...], tuple[tuple[Piece, ...], Distribution | None]
 
 
 def local_of(
-    name: str, state: str, tensor: torch.Tensor | InnerTensor, placed: _Placed | None = None
+    name: str,
+    state: str,
+    tensor: torch.Tensor | InnerTensor | FlatPart,
+    placed: _Placed | None = None,
 ) -> LocalShard:
     """Return the part of a tensor that this rank holds: the local shard of a DTensor, all of a plain tensor.
 
@@ -150,6 +154,8 @@ def local_of(
             return _of_dtensor(name, state, tensor, placed)
         if isinstance(tensor, InnerTensor):
             return _of_inner(name, state, tensor)
+        if isinstance(tensor, FlatPart):
+            return _of_flat(name, state, tensor)
         if is_sharded_tensor(tensor):
             return _of_sharded(name, state, tensor)
     plain = plain_values(name, tensor, checked=placed is not None)
@@ -158,18 +164,21 @@ def local_of(
     return LocalShard(info, _whole(shape, _strides_in(plain)), plain)
 
 
-def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor]) -> dict[str, int]:
+def mesh_of(tensors: Iterable[torch.Tensor | InnerTensor | FlatPart]) -> dict[str, int]:
     """Return the sizes of the device mesh axes over which tensors are distributed, by name."""
     meshes: dict[int, DeviceMesh] = {}
+    axes: dict[str, int] = {}
     for value in tensors:
         if type(value) is torch.Tensor:  # most are
+            continue
+        if isinstance(value, FlatPart):
+            axes |= value.layout
             continue
         tensor = value.outer if isinstance(value, InnerTensor) else value
         if is_dtensor(tensor):
             mesh = tensor.device_mesh
             meshes.pop(id(mesh), None)  # of axes of one name, that of the last tensor counts
             meshes[id(mesh)] = mesh
-    axes: dict[str, int] = {}
     for mesh in meshes.values():
         names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
         axes |= dict(zip(names, mesh.shape, strict=True))
@@ -235,6 +244,21 @@ def _of_inner(name: str, state: str, inner: InnerTensor) -> LocalShard:
         distribution = Distribution(_rank_mesh(outer.device_mesh), inner_cuts)
     sharded = any(not p.is_replicate() for p in outer.placements)
     return LocalShard(info, pieces_in(local, dims), local, distribution, sharded_wrapper=sharded)
+
+
+def _of_flat(name: str, state: str, part: FlatPart) -> LocalShard:
+    """The elements of a tensor that FSDP1 gives this rank."""
+    plain = plain_values(name, part.tensor)
+    info = TensorInfo(name, state, dtype_name(plain.dtype), part.shape)
+    return flat_local(info, plain, part.start, part.start + plain.numel(), part.distribution)
+
+
+def flat_local(
+    info: TensorInfo, memory: torch.Tensor, start: int, stop: int, distribution: Distribution | None
+) -> LocalShard:
+    """Return elements `[start, stop)` of a flattened tensor, contiguous in memory."""
+    dims = tuple(Dim.whole(n) for n in info.shape)
+    return LocalShard(info, pieces_of(dims, flat=(start, stop))[0], memory, distribution)
 
 
 def _scaled(label: str, dim: Dim, ratio: Fraction) -> Dim:

@@ -6,9 +6,12 @@ Nothing is of their classes before they are imported.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from ucformat.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
@@ -35,6 +38,32 @@ def is_fsdp1(value: object) -> TypeGuard[FullyShardedDataParallel]:
     """Check whether an object is a module that FSDP1 wraps."""
     kind = _class("torch.distributed.fsdp", "FullyShardedDataParallel")
     return kind is not None and isinstance(value, kind)
+
+
+def local_optimizer(label: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return what has the states of an optimizer on this rank: the optimizer itself, unless it deals them to ranks.
+
+    Raises:
+        UnsupportedError: a ZeroRedundancyOptimizer makes its steps in the backward pass.
+    """
+    kind = _class("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+    if kind is None or not isinstance(optimizer, kind):
+        return optimizer
+    dealt: Any = optimizer
+    if dealt._overlap_with_ddp:  # noqa: SLF001 - there is no public way to tell
+        raise UnsupportedError(
+            f"{label} is a ZeroRedundancyOptimizer with overlap_with_ddp, whose states are not those "
+            "of an optimizer",
+            hint="leave overlap_with_ddp out",
+        )
+    local: torch.optim.Optimizer = dealt.optim
+    return local
+
+
+def adopt_groups(optimizer: Any) -> None:
+    """Let a ZeroRedundancyOptimizer use hyper-parameters that were set, and forget states that it has gathered."""
+    optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)  # noqa: SLF001
+    optimizer._all_state_dicts.clear()  # noqa: SLF001
 
 
 def _class(module: str, name: str) -> type | None:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ucformat.errors import LayoutError, UsageError
 from ucformat.reading.values import to_json
 from ucformat.torch.state.elements import span
+from ucformat.torch.state.flat import FlatPart
 from ucformat.torch.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
@@ -216,9 +217,9 @@ def local_of_dtensor(tensor: DTensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def memory_of(tensor: torch.Tensor | InnerTensor) -> torch.Tensor:
+def memory_of(tensor: torch.Tensor | InnerTensor | FlatPart) -> torch.Tensor:
     """Return the tensor of this rank that has the memory: of a DTensor the local one."""
-    if isinstance(tensor, InnerTensor):
+    if isinstance(tensor, InnerTensor | FlatPart):
         return tensor.tensor
     return local_of_dtensor(tensor) if is_dtensor(tensor) else tensor
 
