@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.save import Saved, save
     from ucformat.torch.state.changed import ChangedRows
     from ucformat.torch.state.fingerprint import fingerprint
-    from ucformat.torch.state.objects import PerRank, Rng
+    from ucformat.torch.state.objects import PerRank, Rng, StateParts
 
 __all__ = [
     "CapturedLayout",
@@ -45,6 +45,7 @@ __all__ = [
     "Rng",
     "SaveHandle",
     "Saved",
+    "StateParts",
     "Subscription",
     "Update",
     "Writer",
@@ -77,6 +78,7 @@ _HOMES = {
     "Rng": "ucformat.torch.state.objects",
     "SaveHandle": "ucformat.torch.saving.background",
     "Saved": "ucformat.torch.saving.save",
+    "StateParts": "ucformat.torch.state.objects",
     "Subscription": "ucformat.torch.publishing.subscribe",
     "Update": "ucformat.torch.publishing.subscribe",
     "Writer": "ucformat.engines.pytorch.dcp_writer",

@@ -72,7 +72,13 @@ class PerRank:
 class StateParts:
     """The modules that make up a model, or their optimizers, as one entry of a training state.
 
-    The entry is the same however a model is cut, so another program may load it into other parts.
+    The entry is the same however a model is cut, so another program may load it into other parts,
+    or into the whole model.
+
+    Args:
+        parts: modules that name their parameters as the whole model does, such as the pipeline
+            stages of this rank; or an optimizer for each. One optimizer of all parts needs none of
+            this.
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module] | Sequence[torch.optim.Optimizer]) -> None:
