@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.torch.ranks import told
-from ucformat.torch import async_save, certify, load, save
+from ucformat.torch import ChangedRows, async_save, certify, load, load_into, save
 from ucformat.torch.comm.group import group_of
 from ucformat.torch.saving.plan import SavePlanner
 
@@ -282,10 +282,16 @@ def refusals(folder: Path) -> dict[str, str]:
         eight = Eight(model.parameters())
         model(torch.ones(1, 5)).sum().backward()
         eight.step()
+        refused(f"inner-{views}", {"model": model.module})
         refused(f"scales-{views}", {"model": model, "optimizer": eight})
     model = DistributedDataParallel(nn.Linear(5, 9))
     overlapping = dealt(model.parameters(), torch.optim.Adam, overlap_with_ddp=True)
     refused("overlap", {"model": model, "optimizer": overlapping})
+    tables = make("FULL_SHARD-orig")
+    rows = ChangedRows(tables["model"])
+    save(tables, folder / "base")
+    refused("rows", tables, partial(save, base=folder / "base", patch=True, changed=rows))
+    refused("load_into", tables, lambda s, _: load_into(s["model"], folder / "base"))
     acting = {"model": fsdp1(nn.Sequential(Acting(4, 4)))}
     save(acting, folder / "acting")
     refused("acting", acting, load)

@@ -342,19 +342,6 @@ def test_ordered_and_empty_mappings() -> None:
     assert collect({}).tensors == {}
 
 
-def test_fsdp1_is_refused_with_a_hint() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    from ucformat.errors import UnsupportedError
-
-    with alone_as(0, 1):
-        wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-        torch.nn.Module.__init__(wrapped)
-        with pytest.raises(UnsupportedError, match="model is wrapped in FSDP1") as caught:
-            collect({"model": wrapped})
-        assert "fully_shard" in str(caught.value)
-
-
 def test_parts_are_one_entry() -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     parts = [torch.nn.ModuleDict({str(n): layer}) for n, layer in enumerate(layers)]

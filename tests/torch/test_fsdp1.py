@@ -141,12 +141,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "summoned-flat": "in the middle of a step",
         "replaced": "head.weight has been replaced",
         "strides": "has the strides",
-        "tied": "is tied to a parameter in another FSDP1 unit",
-        "tied-orig": "is tied to a parameter in another FSDP1 unit",
+        "tied": "is tied to a parameter in another unit",
+        "tied-orig": "is tied to a parameter in another unit",
+        "inner-True": "in a flat parameter of FSDP1 that the state does not have",
+        "inner-False": "in a flat parameter of FSDP1 that the state does not have",
         "hooks": r"model.0 (Hooked) makes its own state dict",
         "scales-True": "how FSDP1 cuts it is not known",
         "scales-False": "how FSDP1 cuts it is not known",
         "overlap": "overlap_with_ddp",
+        "rows": "does not see which rows of flat parameters",
+        "load_into": "load_into does not fill the flat parameters of FSDP1",
         "acting": "does more in a load than to fill its tensors",
     }
     assert first.keys() == words.keys()

@@ -255,16 +255,21 @@ class Counter:
         self.seen = state["seen"]
 
 
-def accelerated(sharded: bool) -> tuple[Accelerator, Any, Any, Any, Counter, Any]:
+def accelerated(kind: str) -> tuple[Accelerator, Any, Any, Any, Counter, Any]:
     set_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model: Any = torch.nn.Sequential(
         torch.nn.Embedding(97, 15), torch.nn.Dropout(0.2), torch.nn.Linear(15, 97)
     )
-    if sharded:  # Accelerate shards on accelerators alone; a model that is sharded already it leaves as it is
-        from torch.distributed.fsdp import fully_shard
+    if (
+        kind != "whole"
+    ):  # Accelerate shards on accelerators alone; a model that is sharded already it leaves as it is
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-        fully_shard(model)
+        if kind == "fsdp1":
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        else:
+            fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     own = torch.Generator().manual_seed(
@@ -274,7 +279,7 @@ def accelerated(sharded: bool) -> tuple[Accelerator, Any, Any, Any, Counter, Any
     counter = Counter()
     model = (
         accelerator.prepare_model(model, evaluation_mode=True)
-        if sharded
+        if kind != "whole"
         else accelerator.prepare(model)
     )
     optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
@@ -282,7 +287,7 @@ def accelerated(sharded: bool) -> tuple[Accelerator, Any, Any, Any, Counter, Any
     return accelerator, model, optimizer, scheduler, counter, loader
 
 
-def accelerate_part(folder: Path, sharded: bool) -> dict[str, Any]:
+def accelerate_part(folder: Path, kind: str) -> dict[str, Any]:
     def run(objects: Any, source: Any, batches: int) -> list[float]:
         accelerator, model, optimizer, scheduler, counter, _ = objects
         found = []
@@ -300,8 +305,8 @@ def accelerate_part(folder: Path, sharded: bool) -> dict[str, Any]:
             found.append(loss.item())
         return found
 
-    url = str(folder / f"accelerate-{sharded}")
-    first = accelerated(sharded)
+    url = str(folder / f"accelerate-{kind}")
+    first = accelerated(kind)
     source = iter(first[5])
     run(first, source, 2)
     state = accelerator_state(first[0])
@@ -310,7 +315,7 @@ def accelerate_part(folder: Path, sharded: bool) -> dict[str, Any]:
     run(first, source, 2)
     ucf.save(state, url, base=f"{url}-base", patch=True)
     expected = run(first, source, 4)
-    second = accelerated(sharded)
+    second = accelerated(kind)
     report = ucf.load({**accelerator_state(second[0]), "loader": second[5]}, url, strict=True)
     loaded = [second[0].step, second[4].seen]
     found = run(second, iter(second[5]), 4)
@@ -365,7 +370,7 @@ def main() -> None:
         "callback": the_callback(folder / "callback"),
         "stock": what_the_trainer_saved(folder / "stock"),
         "sharded": the_sharded_trainer(folder / "sharded"),
-        "accelerate": [accelerate_part(folder, sharded) for sharded in (False, True)],
+        "accelerate": {k: accelerate_part(folder, k) for k in ("whole", "fsdp2", "fsdp1")},
         "stateful": stateful(folder),
     }
     (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found, default=str))

@@ -25,8 +25,8 @@ def test_hugging_face(tmp_path: Path) -> None:
     a_trainer_goes_on_from_what_a_callback_saved(found)
     a_trainer_goes_on_from_what_the_trainer_itself_saved(found)
     a_model_cut_by_fsdp2_is_resumed(found)
-    for sharded in (False, True):
-        accelerate(found, sharded)
+    for kind in ("whole", "fsdp2", "fsdp1"):
+        accelerate(found, kind)
     fork(0, [str(PROGRAM), str(tmp_path), "merge"], tmp_path / "merge.txt", MODULES)
     a_stateful_loader_is_merged_on_another_number_of_ranks(
         json.loads((tmp_path / "merged.json").read_text())
@@ -95,12 +95,12 @@ def a_stateful_loader_is_merged_on_another_number_of_ranks(merged: dict[str, Any
     assert merged["left"] == 12 - 3
 
 
-def accelerate(found: dict[str, Any], sharded: bool) -> None:
-    result = found["accelerate"][sharded]
+def accelerate(found: dict[str, Any], kind: str) -> None:
+    result = found["accelerate"][kind]
     assert result["differences"] == []
     now, expected = result["losses"]
     assert now == expected
     assert result["loaded"] == [4, 8]
     assert result["names"] == ["0.weight", "2.bias", "2.weight"]
-    assert result["cut"] is sharded
-    assert result["bases"] == [f"../accelerate-{sharded}-base"]
+    assert result["cut"] is (kind == "fsdp2")
+    assert result["bases"] == [f"../accelerate-{kind}-base"]

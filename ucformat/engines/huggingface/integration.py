@@ -49,7 +49,8 @@ class _HuggingFace(Integration):
 
 def _model(value: Any) -> Any:
     """The model of transformers that a value is, or that it wraps; None if it is none."""
-    for attribute in ("module", "_orig_mod"):  # of DistributedDataParallel and torch.compile
+    # of DistributedDataParallel, FSDP1 and torch.compile
+    for attribute in ("module", "_fsdp_wrapped_module", "_orig_mod"):
         inner = getattr(value, "__dict__", {}).get("_modules", {}).get(attribute)
         value = value if inner is None else inner
     return (

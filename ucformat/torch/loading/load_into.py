@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import UsageError, check_choice, check_keywords
+from ucformat.errors import UnsupportedError, UsageError, check_choice, check_keywords
 from ucformat.geometry.tensor import Key
 from ucformat.reading.execute import ReadOptions
 from ucformat.reading.plan import check_verify
@@ -36,6 +36,7 @@ from ucformat.torch.loading.values import SavedState
 from ucformat.torch.state.collect import acts_on_load
 from ucformat.torch.state.local import local_of, tied_names
 from ucformat.torch.state.memory import torch_dtype
+from ucformat.torch.state.sharded import is_fsdp1
 from ucformat.torch.state.subclasses import check_live, is_subclass, memory_of, take_apart
 
 if TYPE_CHECKING:
@@ -100,12 +101,18 @@ def load_into(
     Raises:
         StateMismatch: names are missing or unexpected (only if `strict`), or shapes differ; the
             message lists all.
+        UnsupportedError: FSDP1 has wrapped the module, or a part of it.
         UsageError: a buffer on the meta device cannot be computed, or the layout has no such rank.
         ChecksumError: a chunk does not match its checksum; the contents of the module are
             undefined.
         Conflict: a file of the checkpoint has changed since it was opened.
     """
     check_keywords("load_into", arguments, ReadArguments)
+    if any(map(is_fsdp1, model.modules())):
+        raise UnsupportedError(
+            "load_into does not fill the flat parameters of FSDP1",
+            hint='use ucformat.torch.load({"model": model}, …), or load before the module is wrapped',
+        )
     rename = arguments.get("rename")
     if layout is not None and rename is not None:
         raise UsageError(

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ucformat.errors import UcformatError, UsageError
+from ucformat.errors import UcformatError, UnsupportedError, UsageError
 from ucformat.torch.state.collect import values_of
 from ucformat.torch.state.local import local_of
 from ucformat.torch.state.names import GlobalNames, plain_name
-from ucformat.torch.state.sharded import is_dtensor
+from ucformat.torch.state.sharded import is_dtensor, is_fsdp1
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -137,7 +137,14 @@ class ChangedRows:
 
         Raises:
             UsageError: the state does not have a table.
+            UnsupportedError: FSDP1 has wrapped a module of the state.
         """
+        roots = [root for _, root in values_of(state) if isinstance(root, nn.Module)]
+        if self._tables and any(is_fsdp1(part) for root in roots for part in root.modules()):
+            raise UnsupportedError(
+                "changed=ChangedRows(…) does not see which rows of flat parameters (FSDP1) change",
+                hint="give masks of rows: changed={name: mask}",
+            )
         by_path = {path: key.name for key, paths in local.paths.items() for path in paths}
         by_module = {
             module: (*path, GlobalNames(names).of(plain_name(root, f"{name}.weight".strip("."))))

@@ -29,6 +29,7 @@ from ucformat.torch.state.objects import PerRank, Rng, StateParts
 from ucformat.torch.state.sharded import (
     adopt_groups,
     dtensor_class,
+    is_flattened,
     is_fsdp1,
     is_sharded_tensor,
     local_optimizer,
@@ -458,7 +459,8 @@ def _flat_module(
     collected: CollectedState, path: Path, module: torch.nn.Module
 ) -> FlatModule | None:
     """The parameters of a module in FSDP1's terms; None if it has nothing of FSDP1."""
-    if not any(map(is_fsdp1, module.modules())):
+    wrapped = any(map(is_fsdp1, module.modules()))
+    if not wrapped and not any(map(is_flattened, module.parameters())):
         return None
     if id(module) not in collected.flat_modules:
         collected.flat_modules[id(module)] = FlatModule(dotted(path), module)

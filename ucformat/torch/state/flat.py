@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ucformat.errors import UnsupportedError
 from ucformat.geometry.distribution import Distribution, RankMesh
-from ucformat.torch.state.sharded import is_fsdp1
+from ucformat.torch.state.sharded import is_flattened, is_fsdp1
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -242,6 +242,7 @@ class FlatModule:
         flat, sharded = handle.flat_param, handle.uses_sharded_strategy
         infos = (*flat._param_infos, *flat._shared_param_infos)  # noqa: SLF001 - as all below
         self._flattened |= {(id(info.module), info.param_name) for info in infos}
+        self._flattened.add((id(unit.module), _FLAT))
         if not sharded and handle._use_orig_params:  # noqa: SLF001 - then they are plain tensors
             return
         mesh, layout = _mesh_of(unit, handle)
@@ -304,12 +305,12 @@ class FlatModule:
                 hint=_OTHERS,
             )
         for name, parameter in part._parameters.items():  # noqa: SLF001 - tied ones, too
-            known = name == _FLAT or (id(part), name) in self._flattened
-            if getattr(parameter, "_fsdp_flattened", False) and not known:
+            if is_flattened(parameter) and (id(part), name) not in self._flattened:
                 raise UnsupportedError(
-                    f"{self._where(part)}.{name} is tied to a parameter in another FSDP1 unit, which "
-                    "FSDP1 does not keep equal",
-                    hint="wrap the modules of tied parameters in one unit",
+                    f"{self._where(part)}.{name} is in a flat parameter of FSDP1 that the state does not "
+                    "have, or is tied to a parameter in another unit, which FSDP1 does not keep equal",
+                    hint="pass the module that FSDP1 has returned, and wrap the modules of tied "
+                    "parameters in one unit",
                 )
 
     def _where(self, part: torch.nn.Module) -> str:

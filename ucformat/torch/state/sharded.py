@@ -40,6 +40,11 @@ def is_fsdp1(value: object) -> TypeGuard[FullyShardedDataParallel]:
     return kind is not None and isinstance(value, kind)
 
 
+def is_flattened(parameter: torch.Tensor | None) -> bool:
+    """Check whether FSDP1 has taken a parameter into a flat one, or it is a flat one."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
 def local_optimizer(label: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return what has the states of an optimizer on this rank: the optimizer itself, unless it deals them to ranks.
 
