@@ -249,7 +249,8 @@ def refusals(folder: Path) -> dict[str, str]:
 
     def refused(what: str, state: State, call: Any = save) -> None:
         said[what] = told(partial(call, state, folder / what))
-        assert not list((folder / what).glob("**/*")) or call is not save
+        if call is save and any(p.is_file() for p in (folder / what).glob("**/*")):
+            said[what] = f"written: {said[what]}"
 
     offloaded = fsdp1(nn.Linear(4, 4), cpu_offload=CPUOffload(offload_params=True))
     refused("offload", {"model": offloaded})
@@ -262,20 +263,14 @@ def refusals(folder: Path) -> dict[str, str]:
     with Fsdp1.summon_full_params(flat := make("FULL_SHARD-flat")["model"]):
         refused("summoned-flat", {"model": flat})
     state = make("FULL_SHARD-orig")
-    state["model"].head.weight.data = state["model"].head.weight.detach().clone()
-    weight = state["model"].head.weight
-    assert dist.get_rank() or weight.numel()
+    state["model"].embed.weight.data = state["model"].embed.weight.detach().clone()
     refused("replaced", state)
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     refused("strides", {"model": fsdp1(conv)})
     both = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
     both[1].weight = both[0].weight
-    both[0] = fsdp1(both[0])
-    refused("tied", {"model": fsdp1(both)})
-    both = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
-    both[1].weight = both[0].weight
     both[0] = fsdp1(both[0], use_orig_params=True)
-    refused("tied-orig", {"model": fsdp1(both, use_orig_params=True)})
+    refused("tied", {"model": fsdp1(both, use_orig_params=True)})
     refused("hooks", {"model": fsdp1(nn.Sequential(Hooked()))})
     for views in (True, False):
         model = fsdp1(nn.Linear(5, 9), use_orig_params=views)

@@ -484,7 +484,8 @@ def _fsdp1(collected: CollectedState, path: Path, flat: FlatModule) -> None:
         if key in extra and isinstance(value, torch.Tensor):
             collected.extra_states[where] = _setter(entries, key)
     collected.unloadable += [
-        f"{dotted((*path, name))} does more in a load than to fill its tensors, which FSDP1 has cut"
+        f"{dotted((*path, plain_name(flat.module, name)))} does more in a load than to fill its "
+        "tensors, which FSDP1 has cut"
         for name, part in flat.module.named_modules()
         if not is_fsdp1(part) and acts_on_load(part)
     ]

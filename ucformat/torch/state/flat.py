@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ucformat.errors import UnsupportedError
 from ucformat.geometry.distribution import Distribution, RankMesh
+from ucformat.torch.state.names import plain_name
 from ucformat.torch.state.sharded import is_flattened, is_fsdp1
 
 if TYPE_CHECKING:
@@ -176,17 +177,19 @@ class FlatModule:
         parameters are one is seen from their memory.
         """
         out: dict[str, Any] = {}
+        seen: set[int] = set()
         for prefix, part in self.module.named_modules(remove_duplicate=False):
             own: dict[str, Any] = {}
             part._save_to_state_dict(own, "", keep_vars=False)  # noqa: SLF001 - without hooks, which gather
             slots = self._slots.get(id(part), {})
+            further = {n for n, slot in slots.items() if slot.tied or id(part) in seen}
             own |= {name: slot.weight for name, slot in slots.items()}
             out |= {
                 f"{prefix}.{name}" if prefix else name: value
                 for name, value in own.items()
-                if name != _FLAT
-                and not (name in slots and slots[name].tied and not slots[name].size)
+                if name != _FLAT and not (name in further and not slots[name].size)
             }
+            seen.add(id(part))
         return out
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor, FlatSlot | None]]:
@@ -314,7 +317,8 @@ class FlatModule:
                 )
 
     def _where(self, part: torch.nn.Module) -> str:
-        return ".".join(filter(None, (self.label, self._names[id(part)])))
+        name = plain_name(self.module, self._names[id(part)])
+        return ".".join(filter(None, (self.label, name)))
 
 
 def _is_torchs(hook: Any) -> bool:
