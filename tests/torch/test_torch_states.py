@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+NEEDS_TORCHAO = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs torchao: pip install torchao"
+)
 RANKS = Ranks("tests.torch.torch_program")
 State = dict[str, Any]
 
@@ -114,6 +118,15 @@ def test_shards_of_columns_and_of_both(tmp_path: Path, ranks: int) -> None:
         assert expected == pytest.approx(reference, rel=1e-5)
         assert from_one == pytest.approx(reference, rel=1e-5)
     assert into_one(tmp_path / "cut", make) == pytest.approx(reference, rel=1e-5)
+
+
+@NEEDS_TORCHAO
+def test_weights_that_torchao_casts_in_the_all_gather(tmp_path: Path) -> None:
+    """They are saved as what is inside, which a plain model takes under another name."""
+    for equal, said in RANKS.run("float8", 2, tmp_path):
+        assert equal
+        assert "0.weight is a WeightWith" in said.replace("torchao.float8.fsdp_utils.", "")
+        assert "in the checkpoint it is not" in said
 
 
 def test_context_parallel_ranks_hold_what_data_parallel_ones_hold(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.torch.fsdp1_program import TOKENS, Net, State
+from tests.torch.ranks import told
 from ucformat.torch import StateParts, certify, load, save
 
 if TYPE_CHECKING:
@@ -263,6 +264,33 @@ class Wide(nn.Module):
         x = self.embed(tokens)
         out: torch.Tensor = self.head(x + self.down(torch.relu(self.up(x))))
         return out
+
+
+def float8(folder: Path) -> list[Any]:
+    """Weights that torchao casts when FSDP2 gathers them: a plain model takes what is inside; not the reverse."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+
+    torch.manual_seed(0)
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    model = fully_shard(convert_to_float8_training(layers(), config=config))
+    save({"model": model}, folder / "float8", certify=True)
+    again = fully_shard(convert_to_float8_training(layers(), config=config))
+    load({"model": again}, folder / "float8", strict=True, certify=True)
+    other = fully_shard(layers())
+    load({"model": other}, folder / "float8", rename={r"(.*)\._tensor": r"\1"})
+    save({"model": other}, folder / "plain")
+    return [
+        [p.to_local().tolist() for p in other.parameters()]
+        == [p.to_local()._tensor.tolist() for p in again.parameters()],
+        told(
+            lambda: load(
+                {"model": again}, folder / "plain", rename={r"(.*)weight": r"\1weight._tensor"}
+            )
+        ),
+    ]
 
 
 def context(folder: Path) -> list[Any]:
