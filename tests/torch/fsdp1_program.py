@@ -99,7 +99,7 @@ def wrapped(net: Any, kind: str) -> nn.Module:
         "use_orig_params": views == "orig",
         "device_id": torch.device("cpu"),
     }
-    if strategy.startswith("HYBRID"):
+    if "HYBRID" in strategy:
         options["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     for number, layer in enumerate(net.layers):
         net.layers[number] = Fsdp1(layer, **options)
