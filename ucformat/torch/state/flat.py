@@ -196,9 +196,11 @@ class FlatModule:
         """Yield the name of each parameter, and what an optimizer has for it; tied ones once."""
         for prefix, part in self.module.named_modules():
             slots = self._slots.get(id(part), {})
-            plain = part._parameters.items()  # noqa: SLF001 - named_parameters leaves out tied ones
-            own = [(n, slot.param, slot) for n, slot in slots.items() if not slot.tied]
-            own += [(n, p, None) for n, p in plain if p is not None and n not in (*slots, _FLAT)]
+            own: list[tuple[str, torch.Tensor, FlatSlot | None]] = [
+                (n, slot.param, slot) for n, slot in slots.items() if not slot.tied
+            ]
+            plain = part.named_parameters(recurse=False)
+            own += [(n, p, None) for n, p in plain if n not in (*slots, _FLAT)]
             yield from ((f"{prefix}.{n}" if prefix else n, p, slot) for n, p, slot in own)
 
     def extra_states(self) -> dict[str, torch.nn.Module]:
@@ -287,9 +289,8 @@ class FlatModule:
     def _check_view(self, info: Any, view: torch.Tensor, flat: torch.Tensor, here: Any) -> None:
         """Check that a parameter is still the view of the flat one that FSDP1 has made."""
         at = flat.data_ptr() + (here.offset_in_shard or 0) * flat.element_size()
-        if getattr(info.module, info.param_name, None) is not view or (
-            here.in_shard and (view.data_ptr() != at or view.dtype != flat.dtype)
-        ):
+        moved = here.in_shard and (view.data_ptr() != at or view.dtype != flat.dtype)
+        if moved or getattr(info.module, info.param_name, None) is not view:
             raise UnsupportedError(
                 f"{self._where(info.module)}.{info.param_name} has been replaced, which FSDP1 takes "
                 "over in its next forward",
