@@ -40,6 +40,8 @@ FAMILIES = {
     "trainers of Hugging Face": "engines/huggingface/test_live.py::test_hugging_face",
     "Lightning": "engines/lightning/test_live.py::test_lightning",
     "torchtitan": "engines/torchtitan/test_live.py::test_torchtitan",
+    "modules of FSDP1": "torch/test_fsdp1.py::test_each_kind_saves_what_one_process_has",
+    "stages of a pipeline": "torch/test_torch_states.py::test_several_stages_on_a_rank",
     "stock loaders": "torch/integrations/test_stock_loaders.py::test_a_model_of_a_trainer_is_loaded",
     "the classes of DCP": "engines/pytorch/test_dcp_layouts.py::test_what_is_saved_is_what_was_held",
     "the guides": "torch/test_guides.py::test_fsdp2",
