@@ -68,7 +68,7 @@ class FlatSlot:
         param: the flat parameter, in which others are, too (`joined`), or this rank's view of the
             parameter alone.
         at: the first element in `param`, of `size` elements; it is element `start` of the parameter.
-        strides: of the parameter, if it is not cut (else empty).
+        strides: of the parameter, in which it is viewed if it is not cut.
         distribution: over the ranks that cut the flat parameter (None: it is not cut).
         tied: whether it is a further name of a parameter.
     """
