@@ -178,7 +178,7 @@ class Both(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -199,7 +199,7 @@ def sharded(model: Any, **options: Any) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def resumed(folder: Path, name: str, make: Callable[[int], State]) -> list[Any]:
