@@ -254,6 +254,10 @@ def _refuse(optimizer: Any) -> None:
         ),
         "the precision-aware optimizer": getattr(config, "use_precision_aware_optimizer", False),
         "an optimizer offloaded to the CPU": inner == "HybridDeviceOptimizer",
+        # whose states its own sharded state dict does not name
+        "an optimizer of 16-bit and fp32 parameters that is not distributed": any(
+            getattr(optimizer, "fp32_from_fp32_groups", ())
+        ),
     }
     for feature, is_used in unsupported.items():
         if is_used:
