@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
+from argparse import Namespace
+from enum import Enum
+from pathlib import Path, PurePath
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -47,13 +51,10 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path) -> None:
         """Save a state of which Megatron has saved the values that are the same on all ranks."""
-        common: list[Any] = [None]
-        if dist.get_rank() == 0:
-            # just written by this process
-            common = [torch.load(Path(checkpoint_dir, COMMON), weights_only=False)]
-        dist.broadcast_object_list(common)
+        dist.barrier()  # rank 0 has written it
+        common = _read_common(Path(checkpoint_dir, COMMON))
         state = _with_optimizer(sharded_state_dict, self._optimizer)
-        values = {k: v for k, v in common[0].items() if k != _OPTIMIZER or k not in state}
+        values = {k: v for k, v in common.items() if k != _OPTIMIZER or k not in state}
         save(
             merge(values, state) if _OPTIMIZER in values else {**values, **state},
             checkpoint_dir,
@@ -127,6 +128,33 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
         )
 
     load_sharded_metadata = load_tensors_metadata
+
+
+def _read_common(file: Path) -> dict[str, Any]:
+    """The values that are the same on all ranks, which Megatron has pickled; nothing that the pickle names is run."""
+    classes = [
+        c
+        for name in torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        if (c := _imported(name)) is Namespace
+        or (isinstance(c, type) and issubclass(c, Enum | PurePath))
+    ]
+    try:
+        with torch.serialization.safe_globals(classes):
+            values: dict[str, Any] = torch.load(file, weights_only=True)
+    except UnpicklingError as error:
+        others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        names = sorted(set(others) - {f"{c.__module__}.{c.__qualname__}" for c in classes})
+        raise UnsupportedError(
+            f"the state has values of the classes {', '.join(names)}, which are not read back from {file}",
+            hint="leave them out of the state, or call ucformat.torch.megatron.save",
+        ) from error
+    return values
+
+
+def _imported(name: str) -> object:
+    """A class by its module and name, if its module is imported already."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules.get(module), attribute, None)
 
 
 def _with_optimizer(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
