@@ -193,12 +193,12 @@ def _regions(entry: Any, *, local: bool) -> Iterator[Region]:
         )
     name = name_of(parsed.key, local=local)
     data = plain_values(entry.key, entry.data.detach())
-    held = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
+    local_shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
     start, whole = tuple(entry.global_offset), tuple(entry.global_shape)
     view, n = data[(None,) * entry.prepend_axis_num], name.leading
-    for index in product(*map(range, held[:n])):
+    for index in product(*map(range, local_shape[:n])):
         at = tuple(a + i for a, i in zip(start, index, strict=False))
-        box, shape = Box(start[n:], held[n:]), whole[n:]
+        box, shape = Box(start[n:], local_shape[n:]), whole[n:]
         if name.half is not None:  # both halves of a gated projection have entries of their own
             rows = shape[0]
             shape = (2 * rows, *shape[1:])

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.engines.megatron.live_optimizer import LivePart
-    from ucformat.engines.megatron.live_shards import Held
+    from ucformat.engines.megatron.live_shards import LocalBoxes
     from ucformat.reading.execute import ReadOptions
     from ucformat.torch.certificate import Certificate
     from ucformat.torch.comm.group import Group
@@ -165,7 +165,7 @@ def _certified(
     begun = time.monotonic()
     with group.sharing_errors():
         plan = _Plan(options)
-        live = plan.held(state, ck, vocab_size)
+        live = plan.live_state(state, ck, vocab_size)
     return certify_local(live, ck, group, plan.options, plan.names, begun)
 
 
@@ -187,7 +187,7 @@ class _Plan:
         self.values = FittedValues()
         self._tensors: list[LocalShard] = []
         self._padding: list[Matched] = []
-        self._weights: list[Held] = []
+        self._weights: list[LocalBoxes] = []
         self._common: dict[str, Any] = {}
         self._steps: list[tuple[LivePart, float]] = []
         self._forgotten: list[LivePart] = []
@@ -203,15 +203,17 @@ class _Plan:
             if not part.empty:
                 part.make_states()
                 self._want_optimizer(part)
-        for held in (*live.weights(steps=False), *live.states(shared=False)):
-            if not (self._forgotten and is_of_step(held.info.key)):
-                self._want(held)
+        for local in (*live.weights(steps=False), *live.states(shared=False)):
+            if not (self._forgotten and is_of_step(local.info.key)):
+                self._want(local)
         self._tell_padding()
         self._want_objects()
         self._read_common()
         self.problems |= self.values.problems()
 
-    def held(self, state: Mapping[str, Any], ck: Checkpoint, vocab_size: int | None) -> LiveState:
+    def live_state(
+        self, state: Mapping[str, Any], ck: Checkpoint, vocab_size: int | None
+    ) -> LiveState:
         """What this rank holds now, to be compared; nothing is made."""
         self.ck, self.names = ck, stored_names(ck, self.options.rename)
         self.live = live = LiveModel(state, vocab_size, rows=self._stored_rows)
@@ -224,12 +226,12 @@ class _Plan:
                 tensors += self._compare_step(part, names)
                 self._want_groups(part)
                 self._want_scale(part)
-        for held in (*live.weights(steps=False), *live.states()):
-            stored = self._stored_padding(held.info.key)
-            if not held.info.state.endswith(".padding") or (
-                stored is not None and stored.shape == held.info.shape
+        for local in (*live.weights(steps=False), *live.states()):
+            stored = self._stored_padding(local.info.key)
+            if not local.info.state.endswith(".padding") or (
+                stored is not None and stored.shape == local.info.shape
             ):
-                tensors.append(held.shard())
+                tensors.append(local.shard())
         self._leave_padding({t.info.key for t in tensors})
         trained = bool(live.parts) and holds_training(ck)
         return LiveState(
@@ -292,25 +294,25 @@ class _Plan:
             (i for s in states if (i := self.ck.tensors.get(Key(name, s))) is not None), None
         )
 
-    def _stored_rows(self, name: str, held: int) -> int:
+    def _stored_rows(self, name: str, rows: int) -> int:
         """The rows of a vocabulary that the checkpoint has without padding, if they are fewer than those here."""
         info = self._stored(Key(name, "weight"))
-        return held if info is None or not info.shape else min(held, info.shape[0])
+        return rows if info is None or not info.shape else min(rows, info.shape[0])
 
-    def _want(self, held: Held) -> None:
+    def _want(self, local: LocalBoxes) -> None:
         """Ask for a tensor; of the padding of a vocabulary as many rows as there are."""
-        self._weights.append(held)
-        if not held.info.state.endswith(".padding"):
-            self._tensors += held.targets()
+        self._weights.append(local)
+        if not local.info.state.endswith(".padding"):
+            self._tensors += local.targets()
             return
-        stored = self._stored_padding(held.info.key)
+        stored = self._stored_padding(local.info.key)
         rows = 0 if stored is None else stored.shape[0]
         if stored is None:
             return
-        if rows < held.info.shape[0]:
-            held = held.first_rows(rows)
-        info = replace(held.info, shape=stored.shape)
-        for target in held.targets():
+        if rows < local.info.shape[0]:
+            local = local.first_rows(rows)
+        info = replace(local.info, shape=stored.shape)
+        for target in local.targets():
             self._padding.append(Matched(replace_info(target, info), stored))
 
     def _tell_padding(self) -> None:
@@ -362,8 +364,8 @@ class _Plan:
         # in a sharded object of its own, if the optimizer's format was `dp_reshardable`
         sharded = (v.get("0") for k, v in self.ck.objects.items() if k.endswith(f".{name}"))
         places = (stored, *chained)
-        found = [p[name] for p in places if isinstance(p, Mapping) and p.get(name)]
-        saved = next(iter(found), None) or next(sharded, None)
+        scales = [p[name] for p in places if isinstance(p, Mapping) and p.get(name)]
+        saved = next(iter(scales), None) or next(sharded, None)
         if saved is None:
             self.values.missing.append("the loss scale of the optimizer")
             return
@@ -410,19 +412,19 @@ class _Plan:
         groups = part.optimizer.optimizer.param_groups
         for number, (group, names) in enumerate(zip(groups, part.numbered_names(), strict=True)):
             label = f"optimizer group {number}"
-            found = [o for n in names if (o := stored.get(self.names.get(n, n))) is not None]
-            found = found or [
+            options = [o for n in names if (o := stored.get(self.names.get(n, n))) is not None]
+            options = options or [
                 g.options
                 for g in self.ck.manifest.groups
                 if all(g.options.get(i) == group.get(i) for i in IDENTIFIERS)
             ]
-            if names and not found:
+            if names and not options:
                 self.values.missing.append(
                     f"{label}: the hyper-parameters of {', '.join(names[:3])}"
                 )
                 continue
             hypers = [
-                {k: v for k, v in o.items() if k in group and k not in _NOT_HYPER} for o in found
+                {k: v for k, v in o.items() if k in group and k not in _NOT_HYPER} for o in options
             ]
             differing = sorted({k for h in hypers for k in h if h[k] != hypers[0].get(k)})
             if differing:

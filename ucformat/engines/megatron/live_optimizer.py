@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ucformat.engines.megatron.live_entries import Region, WeightRegions
-    from ucformat.engines.megatron.live_shards import Held, Rows, StageLayout
+    from ucformat.engines.megatron.live_shards import LocalBoxes, Rows, StageLayout
 
 #: What tells Megatron's optimizer groups apart, on all stages alike.
 IDENTIFIERS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -44,7 +44,7 @@ class OptimizerState:
         own, whole = self.memory.untyped_storage(), self.flat.parameter.untyped_storage()
         return bool(own.data_ptr() == whole.data_ptr())
 
-    def held(self, layout: StageLayout, rows: Rows) -> Iterator[Held]:
+    def local(self, layout: StageLayout, rows: Rows) -> Iterator[LocalBoxes]:
         """What this rank holds of it."""
         return held_states(self.flat, self.state, self.dtype, self.memory, layout, rows)
 
@@ -142,11 +142,13 @@ class LivePart:
                         begin, _, bucket_number = where
                         if bucket_number != number:
                             continue
-                        held = own["param_map"].get(parameter)
+                        ranges = own["param_map"].get(parameter)
                         start, stop = (
-                            (0, 0) if held is None else (held["param"].start, held["param"].end)
+                            (0, 0)
+                            if ranges is None
+                            else (ranges["param"].start, ranges["param"].end)
                         )
-                        main = None if held is None else self._mains[id(parameter)]
+                        main = None if ranges is None else self._mains[id(parameter)]
                         if main is not None and main.shape != (stop - start,):
                             raise UnsupportedError(
                                 f"the distributed optimizer keeps {list(main.shape)} elements where "

@@ -11,7 +11,7 @@ import torch
 from ucformat.engines.megatron.folder import MegatronArguments
 from ucformat.engines.megatron.live_entries import Region, place, read_entries
 from ucformat.engines.megatron.live_optimizer import live_parts
-from ucformat.engines.megatron.live_shards import StageLayout, held_weights
+from ucformat.engines.megatron.live_shards import StageLayout, local_weights
 from ucformat.engines.megatron.names import Member, groups_by_rule
 from ucformat.errors import UnsupportedError, refuse_arguments
 from ucformat.geometry.box import Box
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.engines.megatron.live_entries import StateEntries
-    from ucformat.engines.megatron.live_shards import Held, Rows
+    from ucformat.engines.megatron.live_shards import LocalBoxes, Rows
     from ucformat.torch.saving.background import SaveHandle
     from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.saving.save import Saved
@@ -99,7 +99,7 @@ class LiveModel:
             if not part.distributed
         }
 
-    def weights(self, *, steps: bool = True) -> list[Held]:
+    def weights(self, *, steps: bool = True) -> list[LocalBoxes]:
         """What this rank holds of the tensors that the state dict names, and of whole states.
 
         Args:
@@ -110,9 +110,9 @@ class LiveModel:
             r for entries in named for of_entry in entries.tensors.values() for r in of_entry
         ]
         regions += self._steps(regions, named) if steps else ()
-        return list(held_weights(regions, self.layout, self.rows))
+        return list(local_weights(regions, self.layout, self.rows))
 
-    def states(self, *, shared: bool = True) -> Iterator[Held]:
+    def states(self, *, shared: bool = True) -> Iterator[LocalBoxes]:
         """What this rank holds of the states of distributed optimizers.
 
         Args:
@@ -122,7 +122,7 @@ class LiveModel:
             if part.distributed and not part.empty:
                 for state in part.states():
                     if shared or not state.is_shared:
-                        yield from state.held(self.layout, self.rows)
+                        yield from state.local(self.layout, self.rows)
 
     def _steps(self, regions: list[Region], named: list[StateEntries]) -> Iterator[Region]:
         """The step of every parameter with whole states, which Megatron keeps once."""
@@ -160,7 +160,7 @@ def collect(sharded_state_dict: Mapping[str, Any], *, vocab_size: int | None = N
     import torch.distributed as dist
 
     live = LiveModel(sharded_state_dict, vocab_size)
-    tensors = [held.shard() for held in (*live.weights(), *live.states())]
+    tensors = [local.shard() for local in (*live.weights(), *live.states())]
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
     objects = {}
     for item in live.entries.objects.values():

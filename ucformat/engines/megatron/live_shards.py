@@ -80,12 +80,12 @@ class StageLayout:
         cuts = [d for d, n in enumerate(region.shape) if region.box.shape[d] != n]
         if len(cuts) > 1 or any(region.box.shape[d] * parts != region.shape[d] for d in cuts):
             return None
-        found = Distribution(mesh, tuple(Cut(d, _TP) for d in cuts))
-        return found if found.local(region.shape, at) == region.box else None
+        distribution = Distribution(mesh, tuple(Cut(d, _TP) for d in cuts))
+        return distribution if distribution.local(region.shape, at) == region.box else None
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalBoxes:
     """What this rank holds of a tensor: boxes, each in memory of its shape, in their order."""
 
     info: TensorInfo
@@ -111,11 +111,11 @@ class Held:
         )
         return LocalShard(self.info, tuple(pieces), memory, self.distribution)
 
-    def first_rows(self, count: int) -> Held:
+    def first_rows(self, count: int) -> LocalBoxes:
         """What this rank holds of the first rows of the tensor."""
         part = _Rows(self.info.key, 0, (count, *self.info.shape[1:]))
         boxes = tuple(pair for b in self.boxes if (pair := part.clip(*b)) is not None)
-        return Held(replace(self.info, shape=part.shape), boxes)
+        return LocalBoxes(replace(self.info, shape=part.shape), boxes)
 
     def targets(self) -> Iterator[LocalShard]:
         """Each box as a shard of its own, to be filled; one without memory if there are none."""
@@ -158,7 +158,9 @@ def _rows_of(key: Key, shape: tuple[int, ...], rows: Rows) -> list[_Rows]:
     return [_Rows(key, 0, (kept, *shape[1:])), _Rows(key.padding, kept, (padding, *shape[1:]))]
 
 
-def held_weights(regions: Iterable[Region], layout: StageLayout, rows: Rows) -> Iterator[Held]:
+def local_weights(
+    regions: Iterable[Region], layout: StageLayout, rows: Rows
+) -> Iterator[LocalBoxes]:
     """What this rank holds of the tensors of these regions, the padding of a vocabulary apart."""
     by_key: dict[Key, list[Region]] = {}
     for region in regions:
@@ -176,7 +178,7 @@ def held_weights(regions: Iterable[Region], layout: StageLayout, rows: Rows) -> 
                 row = joined[0].box.size // joined[0].box.shape[0]
                 d = Distribution(d.mesh, (), _TP, joined[0].box.size, part.first * row)
             info = TensorInfo(*part.key, dtype_name(joined[0].view.dtype), part.shape)
-            yield Held(info, boxes, d)
+            yield LocalBoxes(info, boxes, d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ def held_states(
     memory: torch.Tensor | None,
     layout: StageLayout,
     rows: Rows,
-) -> Iterator[Held]:
+) -> Iterator[LocalBoxes]:
     """What this rank holds of a state of a parameter, in flat memory of its range (None: the range is empty)."""
     by_key: dict[Key, list[Region]] = {}
     for region in flat.regions:
@@ -230,7 +232,7 @@ def held_states(
                 row = box.size // box.shape[0] if box.shape and box.shape[0] else 0
                 at = flat.position + begin + part.first * row
                 d = replace(d, flat=_DP, part=flat.part, position=at)
-            yield Held(TensorInfo(*part.key, dtype_name(dtype), part.shape), own, d)
+            yield LocalBoxes(TensorInfo(*part.key, dtype_name(dtype), part.shape), own, d)
 
 
 def _begin(flat: FlatRange, region: Region) -> int:

@@ -94,7 +94,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
     ) -> dict[str, Any]:
         """Load what a state dict asks for, in its structure."""
         state = _with_optimizer(sharded_state_dict, self._optimizer)
-        found = load(
+        loaded_state = load(
             state,
             checkpoint_dir,
             strict=self._strict,
@@ -107,7 +107,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
             return (
                 self._of_optimizer(path, entry)
                 if is_live and path[0] == _OPTIMIZER
-                else at_path(found, path)
+                else at_path(loaded_state, path)
             )
 
         loaded: dict[str, Any] = rebuilt(sharded_state_dict, put)

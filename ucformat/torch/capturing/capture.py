@@ -587,8 +587,8 @@ def _class_name(model: torch.nn.Module) -> str:
 def _versions(model: torch.nn.Module) -> dict[str, str]:
     """The versions of the packages that define a model, but PyTorch."""
     packages = {c.__module__.partition(".")[0] for c in type(model).__mro__} - {"torch", "builtins"}
-    known = packages_distributions()
-    names = sorted({name for package in packages for name in known.get(package, ())})
+    distributions = packages_distributions()
+    names = sorted({name for package in packages for name in distributions.get(package, ())})
     if not names:
         raise UsageError(
             f"{_class_name(model)} is of no installed package, so its version is not known",

@@ -227,11 +227,11 @@ class Recorder:
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         with self._lock:
             recorded = [t for t in tensors if isinstance(t, Recorded)]
-            known = [t for t in tensors if self._find(t) is not None]
+            watched = [t for t in tensors if self._find(t) is not None]
             name = func._schema.name.removeprefix("aten::")  # noqa: SLF001 - there is no other way
             if name in _CONSTANT:
                 return self._constant(name, func, args, kwargs)
-            if not known:
+            if not watched:
                 return func(*args, **kwargs)
             try:
                 if name in _VIEWS:
@@ -239,9 +239,9 @@ class Recorder:
                 if name in _MOVES:
                     return _MOVES[name](self, func, args, kwargs, recorded)
             except NotBoxes as error:
-                raise self.refuse(func, known, f": {error.message}") from error
-            if recorded or any(self._values(t) for t in known):
-                raise self.refuse(func, known)
+                raise self.refuse(func, watched, f": {error.message}") from error
+            if recorded or any(self._values(t) for t in watched):
+                raise self.refuse(func, watched)
             for argument, value in zip(func._schema.arguments, args, strict=False):  # noqa: SLF001
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for tensor in tree_flatten(value)[0]:  # of `_foreach_` operations, many
