@@ -1,10 +1,9 @@
 """BF16_Optimizer without ZeRO: its flat groups are cut like those of ZeRO 1, and no file has `param_shapes`.
 
-DeepSpeed uses it for pipelines in bf16, and before 0.10 for every engine in bf16 (BLOOM was trained
-with it). The file of each data-parallel rank names the parameters in its partition
-(`param_slice_mappings`: name -> place there, elements); all files of a stage together name all of
-them, in order. Their shapes are those of the weights. `optimizer` in the model states repeats what
-the file of rank 0 has.
+DeepSpeed 0.19.8 uses it for pipelines in bf16. The file of each data-parallel rank names the
+parameters in its partition (`param_slice_mappings`: name -> place there, elements); all files of a
+stage together name all of them, in order. Their shapes are those of the weights. `optimizer` in the
+model states repeats what the file of rank 0 has.
 """
 
 from __future__ import annotations
