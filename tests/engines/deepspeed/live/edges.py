@@ -10,7 +10,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,10 @@ from tests.engines.deepspeed.live.train import (
     losses,
     model_of,
     optimizer_of,
+    said,
     tokens_of,
 )
 from ucformat.engines.deepspeed.live_engine import inspect_engine, optimizer_tensors
-from ucformat.errors import UcformatError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def write(folder: Path, found: dict[str, Any]) -> None:
@@ -42,15 +39,6 @@ def write(folder: Path, found: dict[str, Any]) -> None:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "facts.json").write_text(json.dumps(found))
-
-
-def said(act: Callable[[], Any]) -> str:
-    """The class of an error and what it says; nothing where there is none."""
-    try:
-        act()
-    except UcformatError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def made(name: str = "", **spec: Any) -> ZeRO:

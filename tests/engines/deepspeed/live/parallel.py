@@ -29,9 +29,9 @@ from safetensors.torch import save_file
 
 import ucformat.torch
 import ucformat.torch.deepspeed as ucd
+from tests.engines.deepspeed.live.train import losses, said
 from tests.torch.truth import hold
 from ucformat.engines.deepspeed.live_engine import inspect_engine, optimizer_tensors
-from ucformat.errors import UcformatError
 from ucformat.torch.comm.group import group_of
 from ucformat.torch.saving.plan import SavePlanner
 
@@ -332,13 +332,6 @@ class Alone:
         pass
 
 
-def losses(trainer: Any, first: int) -> list[float]:
-    """The losses of three steps, over all ranks."""
-    found = torch.tensor([trainer.step(first + i) for i in range(3)], dtype=torch.float64)
-    dist.all_reduce(found)
-    return [float(x) / dist.get_world_size() for x in found]
-
-
 def run(task: Task, out: Path) -> None:
     folder = out / task.name
     trainer: Any = Alone(task) if task.zero is None else Engine(task)
@@ -436,15 +429,6 @@ def untied(_: Task, out: Path) -> dict[str, Any]:
     ucd.save(trainer.engine, str(out / "first"), replicas="first")
     trainer.close()
     return {"told": told, "committed": (out / "no").exists()}
-
-
-def said(act: Callable[[], Any]) -> str:
-    """The class of an error and what it says; nothing where there is none."""
-    try:
-        act()
-    except UcformatError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def refused(task: Task, out: Path) -> str:

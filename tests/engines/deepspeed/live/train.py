@@ -12,7 +12,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[4]))  # for `tests`
 
@@ -29,8 +29,12 @@ import ucformat.torch.deepspeed as ucd
 from tests.torch.layouts import mesh_of
 from tests.torch.models import ModelSpec, Net, build_net
 from tests.torch.truth import hold
+from ucformat.errors import UcformatError
 from ucformat.torch.comm.group import group_of
 from ucformat.torch.saving.plan import SavePlanner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 BATCH, LENGTH = 12, 5
 FORMS: tuple[Any, ...] = ("zarr", "packed")
@@ -286,6 +290,15 @@ def losses(trainer: Any, first: int) -> list[float]:
     found = torch.tensor([trainer.step(first + i) for i in range(3)], dtype=torch.float64)
     dist.all_reduce(found)
     return [float(x) / dist.get_world_size() for x in found]
+
+
+def said(act: Callable[[], Any]) -> str:
+    """The class of an error and what it says; nothing where there is none."""
+    try:
+        act()
+    except UcformatError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def make(task: Task, out: Path) -> None:

@@ -7,7 +7,6 @@ file for the losses of the steps.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from argparse import Namespace
@@ -18,23 +17,12 @@ import torch
 import torch.distributed as dist
 
 import tests.engines.megatron.live.beside  # noqa: F401
+from tests.engines.megatron.load_megatron import keep_steps, maker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROWS, SEQUENCE = 4, 6  # of a batch
-
-
-def _maker() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "megatron_maker", Path(__file__).parents[3] / "data" / "megatron" / "make.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["megatron_maker"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Training:
@@ -48,9 +36,9 @@ class Training:
         if not hasattr(moe_utils, "te_general_gemm"):  # a NameError without Transformer Engine
             moe_utils.te_general_gemm = None
         self.spec, self.ps = spec, ps
-        maker = _maker()
-        maker.VOCAB = spec.get("vocab", maker.VOCAB)
-        self.run = maker.built(spec)
+        made_by = maker()
+        made_by.VOCAB = spec.get("vocab", made_by.VOCAB)
+        self.run = made_by.built(spec)
         self.chunks, self.optimizer = self.run.chunks, self.run.optimizer
         self.step_number = 0
         self.told: dict[str, Any] = {}
@@ -150,7 +138,6 @@ class Training:
         from megatron.core import dist_checkpointing
 
         import ucformat.torch.megatron
-        from tests.engines.megatron.load_megatron import keep_steps
 
         how = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
         saving, for_load = ucformat.torch.megatron.strategies(self.optimizer)
