@@ -141,3 +141,9 @@ def test_a_mesh_keeps_its_ranks(sizes: tuple[int, ...], data: st.DataObject) -> 
     assert mesh.coordinate(1000) is None
     assert min(mesh.strides, default=0) >= 0
     assert not RankMesh.of(sizes, [3 + step * i for i in range(count)]).listed
+
+
+def test_two_groups_cross_at_a_rank() -> None:
+    assert RankMesh.crossing(5, [1, 5], [4, 5, 6]) == RankMesh.of((2, 3), [0, 1, 2, 4, 5, 6])
+    assert RankMesh.crossing(0, [0, 1], [0, 1]) is None  # would be in the mesh twice
+    assert RankMesh.crossing(4, [0, 4], [3, 4]) is None  # no other group can be so

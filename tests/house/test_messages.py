@@ -30,7 +30,6 @@ UNSAFE = {
 ALLOWED = {
     "torch/state/objects.py": {"pickle.dumps", "pickle.loads"},
     "engines/pytorch/dcp_writer.py": {"pickle.UnpicklingError"},
-    "engines/megatron/strategy_classes.py": {"pickle.UnpicklingError"},
 }
 #: Collectives that pickle.
 COLLECTIVES = {

@@ -53,6 +53,19 @@ class RankMesh:
         follow = min(strides, default=0) >= 0 and np.array_equal(regular.ranks.reshape(-1), ranks)
         return regular if follow else cls(sizes, listed=tuple(ranks))
 
+    @classmethod
+    def crossing(cls, rank: int, rows: Sequence[int], columns: Sequence[int]) -> RankMesh | None:
+        """The mesh of two groups in which a rank is, if all groups have the distances of these; None if they cannot.
+
+        Args:
+            rows: the ranks along the first axis.
+            columns: the ranks along the second axis.
+        """
+        ranks = [row + column - rank for row in rows for column in columns]
+        if min(ranks) < 0 or len(set(ranks)) < len(ranks):
+            return None
+        return cls.of((len(rows), len(columns)), ranks)
+
     @property
     def size(self) -> int:
         """Number of coordinates."""

@@ -26,8 +26,10 @@ from ucformat.sources.configuration import program_config
 from ucformat.torch.loading.values import FittedValues
 from ucformat.torch.saving.save import prepare, save_prepared, saving_group
 from ucformat.torch.state.collect import ValueSlot
+from ucformat.torch.state.fingerprint import piece_in
 from ucformat.torch.state.local import LocalShard, LocalState, flat_local, local_of
 from ucformat.torch.state.memory import dtype_name, synchronize, torch_dtype
+from ucformat.torch.state.names import with_extra_state
 from ucformat.torch.state.objects import PerRank, decode, encode
 
 if TYPE_CHECKING:
@@ -70,10 +72,14 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None = None) -> Local
         UnsupportedError: the engine has state that cannot be saved yet, or is in the middle of
             gradient accumulation.
     """
+    return _collected(inspect_engine(engine), client_state)
+
+
+def _collected(trainer: EngineParts, client_state: Mapping[str, Any] | None) -> LocalState:
+    """As `collect`, from the parts of an engine."""
     import deepspeed
 
-    trainer = inspect_engine(engine)
-    _refuse_half_a_step(engine)
+    _refuse_half_a_step(trainer.engine)
     entries = optimizer_tensors(trainer)
     tensors = list(tensors_of(trainer, entries))
     synchronize(t.tensor for t in tensors)  # before values are copied from devices
@@ -162,8 +168,7 @@ def boxes_of(local: LocalShard) -> Iterator[LocalShard]:
     if not local.pieces:
         yield local
     for piece in local.pieces:
-        at = local.tensor.storage_offset() + piece.offset
-        view = local.tensor.as_strided(piece.box.shape, piece.strides, at)
+        view = piece_in(local.tensor, piece)
         strides = view.stride() if view.is_cpu else row_major(piece.box.shape)
         yield LocalShard(local.info, (Piece(piece.box, 0, strides),), view)
 
@@ -269,7 +274,8 @@ def save(
     refuse_arguments("ucformat.torch.deepspeed.save", arguments, _REFUSED)
     with saving_group(url, "save", arguments) as ranks:
         with ranks.sharing_errors():
-            trainer, state = inspect_engine(engine), collect(engine, client_state)
+            trainer = inspect_engine(engine)
+            state = _collected(trainer, client_state)
         if not trainer.is_whole:
             values = ranks.combine(module_values(trainer), _joined_values, Any)
             state = replace(state, objects={**state.objects, **values})
@@ -310,7 +316,7 @@ def module_values(trainer: EngineParts) -> dict[str, Any]:
     values: dict[str, Any] = {"buffer_names": list(filter(trainer.provides, trainer.buffers))}
     extra = {
         key: encode(part.get_extra_state(), key)
-        for key, part in with_extra_state(trainer)
+        for key, part in _with_extra_state(trainer)
         if trainer.provides(key)
     }
     return values | ({"module": extra} if extra else {})
@@ -333,15 +339,10 @@ def stateful(engine: Any) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
-def with_extra_state(trainer: EngineParts) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the submodules that define `get_extra_state`, with the key of this state in a state dict."""
-    default = torch.nn.Module.get_extra_state
-    for path, part in trainer.engine.module.named_modules():
-        if type(part).get_extra_state is not default:
-            yield (
-                trainer.experts.whole_name(f"{path}._extra_state" if path else "_extra_state"),
-                part,
-            )
+def _with_extra_state(trainer: EngineParts) -> Iterator[tuple[str, torch.nn.Module]]:
+    """As `with_extra_state`, with the keys of the whole model."""
+    for key, part in with_extra_state(trainer.engine.module):
+        yield trainer.experts.whole_name(key), part
 
 
 def _scaler(optimizer: Any) -> Any:
@@ -450,15 +451,7 @@ def fit_groups(
         of_experts = any("moe" in options for options in (group, *of_members))
         ignored = _NOT_HYPER | _OF_EXPERTS if of_experts else _NOT_HYPER
         hypers = [_hyper(options, group, ignored) for options in of_members]
-        if members and not hypers:
-            fit.missing.append(f"{label}: the hyper-parameters of {', '.join(members[:3])}")
-            continue
-        differing = {k for hyper in hypers for k in hyper if hyper[k] != hypers[0].get(k)}
-        if differing:
-            keys = ", ".join(sorted(differing))
-            fit.others.append(f"{label}: its parameters were in groups with different {keys}")
-            continue
-        for key, value in hypers[0].items() if hypers else ():
+        for key, value in fit.common_options(label, members, hypers).items():
             current = group.get(key)
             is_tensor = torch.is_tensor(current)
             put = current.fill_ if is_tensor else partial(setitem, group, key)
@@ -490,7 +483,7 @@ def fit_parts(
         except UcformatError as error:
             fit.others.append(f"the object {name}: {error.message}{_HINTS.get(name, '')}")
     extra = ck.objects.get("module") or {}
-    for key, module in with_extra_state(trainer):
+    for key, module in _with_extra_state(trainer):
         if key not in extra:
             fit.missing.append(f"the extra state {key}")
             continue

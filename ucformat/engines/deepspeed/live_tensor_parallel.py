@@ -154,13 +154,11 @@ def tensor_parallel(
 
 def _mesh(engine: Any) -> RankMesh:
     """The mesh of data-parallel and tensor-parallel ranks."""
-    rank = dist.get_rank()
-    columns = dist.get_process_group_ranks(engine.mpu.get_tensor_model_parallel_group())
-    rows = dist.get_process_group_ranks(engine.seq_data_parallel_group)
-    ranks = [row + column - rank for row in rows for column in columns]
-    if sorted(ranks) != list(range(dist.get_world_size())):
+    groups = (engine.seq_data_parallel_group, engine.mpu.get_tensor_model_parallel_group())
+    mesh = RankMesh.crossing(dist.get_rank(), *map(dist.get_process_group_ranks, groups))
+    if mesh is None or sorted(mesh.ranks.flat) != list(range(dist.get_world_size())):
         raise UnsupportedError(
             "AutoTP with other parallelism than that of data cannot be saved or loaded yet",
             hint=_HINT,
         )
-    return RankMesh.of((len(rows), len(columns)), ranks)
+    return mesh

@@ -48,8 +48,9 @@ class OpenDeepSpeed(IndexedSource):
         # Without `self`, which would make a reference cycle: where thousands of checkpoints are
         # opened, the garbage collector would take much of the time.
         def load(key: str, opened: dict[str, TorchFile] = self._opened) -> TorchFile:
-            file = opened[key] = TorchFile(store, key, allow=options.allow)
-            return file
+            if key not in opened:
+                opened[key] = TorchFile(store, key, allow=options.allow)
+            return opened[key]
 
         degrees, stages = _read(load, files, options)
         models = [model for rank_slice in chain(*stages) for model in rank_slice.models]

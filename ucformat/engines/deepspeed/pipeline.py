@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from ucformat.sources.pickle.file import TorchFile
 
 _NAME = re.compile(r"(\d{1,6})\.(.+)", re.DOTALL)
-_TIED = "tied_modules."
+TIED = "tied_modules."
+
+
+def tied_name(name: str) -> tuple[str, str] | None:
+    """The key of the tied module of which this is a parameter, and the name in that; None of others."""
+    if not name.startswith(TIED):
+        return None
+    key, _, inner = name.removeprefix(TIED).partition(".")
+    return key, inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +90,12 @@ class _StageLayers:
                         "stages",
                         hint="files of different saves are mixed in one folder",
                     )
-                if name.startswith(_TIED):
-                    self._add_tied(stage, name, model.described.get(name))
+                if (tied := tied_name(name)) is not None:
+                    self._add_tied(stage, *tied, model.described.get(name))
         self._numbers = sorted(self.stage_of)
         self._last = len(models) - 1
 
-    def _add_tied(self, stage: int, name: str, shape: tuple[int, ...] | None) -> None:
-        key, _, inner = name.removeprefix(_TIED).partition(".")
+    def _add_tied(self, stage: int, key: str, inner: str, shape: tuple[int, ...] | None) -> None:
         if shape is not None:
             self.tied.setdefault(key, {})[inner] = shape
         if stage not in self.holders.setdefault(key, []):
@@ -117,7 +124,7 @@ def adopt_layers(models: Sequence[ModelStates], layers: Sequence[Layer]) -> None
         stage, key = recorded.place(layer)
         if key is not None:
             _check_tied(key, copies.setdefault(key, layer), layer)
-        prefix = f"{layer.number}." if key is None else f"{_TIED}{key}."
+        prefix = f"{layer.number}." if key is None else f"{TIED}{key}."
         for name, tensor in layer.tensors.items():
             if prefix + name not in models[stage].module:
                 models[stage].adopt(prefix + name, tensor, layer.file)
@@ -128,7 +135,7 @@ def _check_tied(key: str, first: Layer, other: Layer) -> None:
     differing = [n for n in first.tensors if not same_bytes(first, other, n)]
     if differing:
         raise IntegrityError(
-            f"{_TIED}{key}.{differing[0]}: {first.file.key} and {other.file.key} should be "
+            f"{TIED}{key}.{differing[0]}: {first.file.key} and {other.file.key} should be "
             "equal, but differ",
             hint="files of different saves are mixed in one folder",
         )

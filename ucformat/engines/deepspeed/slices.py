@@ -8,11 +8,11 @@ model states repeats what the file of rank 0 has.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from ucformat.engines.deepspeed.folder import copy_hint
 from ucformat.engines.deepspeed.model_states import need
+from ucformat.engines.deepspeed.pipeline import TIED, tied_name
 from ucformat.errors import IntegrityError, MissingData
 from ucformat.reading.stand_ins import Inert
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
 
 _MAPPINGS = "param_slice_mappings"
-_TIED = "tied_modules."
 
 
 def is_partitioned(model: ModelStates) -> bool:
@@ -101,12 +100,12 @@ def _shape(name: str, size: int, model: ModelStates, layers: Mapping[str, Layer]
 
 
 def _tied_shapes(groups: Sizes, layers: Sequence[Layer], file: str) -> dict[str, Shape]:
-    """The shapes of the parameters of tied modules: those in the first layer that has all of them in these sizes."""
+    """The shapes of the parameters of tied modules: those in a layer that has all of them in these sizes."""
     by_key: dict[str, dict[str, int]] = {}
     for group in groups:
         for name, size in group.items():
-            if name.startswith(_TIED):
-                key, _, inner = name.removeprefix(_TIED).partition(".")
+            if (tied := tied_name(name)) is not None:
+                key, inner = tied
                 by_key.setdefault(key, {})[inner] = size
     shapes: dict[str, Shape] = {}
     for key, sizes in by_key.items():
@@ -114,7 +113,7 @@ def _tied_shapes(groups: Sizes, layers: Sequence[Layer], file: str) -> dict[str,
             tuple((inner, layer.tensors[inner].shape) for inner in sizes)
             for layer in layers
             if all(
-                inner in layer.tensors and math.prod(layer.tensors[inner].shape) == size
+                inner in layer.tensors and layer.tensors[inner].size == size
                 for inner, size in sizes.items()
             )
         }
@@ -133,5 +132,5 @@ def _tied_shapes(groups: Sizes, layers: Sequence[Layer], file: str) -> dict[str,
                 "elements in other shapes",
                 hint="such pipelines are not yet read; please report this checkpoint",
             )
-        shapes |= {f"{_TIED}{key}.{inner}": shape for inner, shape in own.pop()}
+        shapes |= {f"{TIED}{key}.{inner}": shape for inner, shape in own.pop()}
     return shapes

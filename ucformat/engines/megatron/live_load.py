@@ -7,7 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import setitem
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -221,7 +221,7 @@ class _Plan:
         optimized: set[str] = set()
         for part in live.parts if holds_training(ck) else ():
             if not part.empty:
-                names = [name for of_group in part.numbered_names() for name in of_group]
+                names = part.names()
                 optimized.update(self.names.get(name, name) for name in names)
                 tensors += self._compare_step(part, names)
                 self._want_groups(part)
@@ -346,7 +346,7 @@ class _Plan:
             )
             self.problems |= Problems(missing=(lacking,))
             return
-        names = [name for of_group in part.numbered_names() for name in of_group]
+        names = part.names()
         if not any(map(is_of_step, self.ck.tensors)):
             self._forgotten.append(part)  # saved before the first step
         elif (step := self._step(names)) is not None:
@@ -375,7 +375,6 @@ class _Plan:
     def _step(self, names: Sequence[str]) -> float | None:
         """The step of these parameters, which must be one for all of them."""
         recorded: dict[float, str] = {}
-        options = {p: g.options for g in self.ck.manifest.groups for p in g.params}
         scalars = []
         for name in names:
             stored = self.names.get(name, name)
@@ -384,7 +383,7 @@ class _Plan:
                 scalar = torch.zeros((), dtype=torch_dtype(info.dtype))
                 scalars.append(local_of(name, "step", scalar))
                 continue
-            of_group = options.get(stored, {})
+            of_group = self._hypers.get(stored, {})
             value = of_group.get("step", (of_group.get("state") or {}).get("step"))
             value = value.get(stored) if isinstance(value, Mapping) else value
             if value is not None:
@@ -406,33 +405,28 @@ class _Plan:
             self.values.missing.append(f"the step of {names[0]}")
         return next(iter(recorded), None)
 
+    @cached_property
+    def _hypers(self) -> dict[str, Mapping[str, Any]]:
+        """The hyper-parameters of the group of each parameter that is stored."""
+        return {name: g.options for g in self.ck.manifest.groups for name in g.params}
+
     def _want_groups(self, part: LivePart) -> None:
         """Match optimizer groups by the names of their parameters, and groups without any by Megatron's identifiers."""
-        stored = {name: g.options for g in self.ck.manifest.groups for name in g.params}
         groups = part.optimizer.optimizer.param_groups
         for number, (group, names) in enumerate(zip(groups, part.numbered_names(), strict=True)):
             label = f"optimizer group {number}"
-            options = [o for n in names if (o := stored.get(self.names.get(n, n))) is not None]
+            options = [
+                o for n in names if (o := self._hypers.get(self.names.get(n, n))) is not None
+            ]
             options = options or [
                 g.options
                 for g in self.ck.manifest.groups
                 if all(g.options.get(i) == group.get(i) for i in IDENTIFIERS)
             ]
-            if names and not options:
-                self.values.missing.append(
-                    f"{label}: the hyper-parameters of {', '.join(names[:3])}"
-                )
-                continue
             hypers = [
                 {k: v for k, v in o.items() if k in group and k not in _NOT_HYPER} for o in options
             ]
-            differing = sorted({k for h in hypers for k in h if h[k] != hypers[0].get(k)})
-            if differing:
-                self.values.others.append(
-                    f"{label}: its parameters were in groups with different {', '.join(differing)}"
-                )
-                continue
-            for key, value in hypers[0].items() if hypers else ():
+            for key, value in self.values.common_options(label, names, hypers).items():
                 current = group[key]
                 slot = ValueSlot(current, partial(setitem, group, key))
                 self.values.fit(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ucformat.engines.megatron.live_shards import FlatRange, held_states
+from ucformat.engines.megatron.live_shards import FlatRange, local_states
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.torch.state.objects import encode
 
@@ -46,7 +46,7 @@ class OptimizerState:
 
     def local(self, layout: StageLayout, rows: Rows) -> Iterator[LocalBoxes]:
         """What this rank holds of it."""
-        return held_states(self.flat, self.state, self.dtype, self.memory, layout, rows)
+        return local_states(self.flat, self.state, self.dtype, self.memory, layout, rows)
 
 
 class LivePart:
@@ -161,6 +161,10 @@ class LivePart:
                         )
                         yield flat, main
 
+    def names(self) -> list[str]:
+        """The names of the parameters that this rank holds any element of."""
+        return [name for of_group in self.numbered_names() for name in of_group]
+
     def numbered_names(self) -> list[list[str]]:
         """The names of the parameters that this rank holds any element of, for each group."""
         inner = self.optimizer.optimizer
@@ -242,8 +246,8 @@ def _refuse(optimizer: Any) -> None:
     )
 
     kind = type(optimizer).__name__
-    known = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
-    if not isinstance(optimizer, known):
+    supported = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+    if not isinstance(optimizer, supported):
         raise UnsupportedError(
             f"the optimizer {kind} cannot be saved or loaded yet",
             hint="use Adam with or without the distributed optimizer, or save the model alone",

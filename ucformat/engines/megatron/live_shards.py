@@ -60,11 +60,8 @@ class StageLayout:
 
     def _mesh(self, replicas: Any, parts: Any) -> RankMesh | None:
         """The ranks of a stage, if each group of its grid has the same distances between its ranks."""
-        of_replicas, of_parts = map(dist.get_process_group_ranks, (replicas, parts))
-        ranks = [r + p - self.rank for r in of_replicas for p in of_parts]
-        if len(set(ranks)) < len(ranks) or min(ranks) < 0:
-            return None
-        return RankMesh.of((len(of_replicas), len(of_parts)), ranks)
+        groups = map(dist.get_process_group_ranks, (replicas, parts))
+        return RankMesh.crossing(self.rank, *groups)
 
     def mesh_of(self, name: str) -> RankMesh | None:
         """The mesh of the ranks that hold parts of a parameter."""
@@ -201,7 +198,7 @@ class FlatRange:
     ranks: tuple[int, ...]
 
 
-def held_states(
+def local_states(
     flat: FlatRange,
     state: str,
     dtype: torch.dtype,

@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from enum import Enum
 from pathlib import Path, PurePath
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -132,22 +131,19 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
 
 def _read_common(file: Path) -> dict[str, Any]:
     """The values that are the same on all ranks, which Megatron has pickled; nothing that the pickle names is run."""
-    classes = [
-        c
-        for name in torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        if (c := _imported(name)) is Namespace
-        or (isinstance(c, type) and issubclass(c, Enum | PurePath))
-    ]
-    try:
-        with torch.serialization.safe_globals(classes):
-            values: dict[str, Any] = torch.load(file, weights_only=True)
-    except UnpicklingError as error:
-        others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        names = sorted(set(others) - {f"{c.__module__}.{c.__qualname__}" for c in classes})
+    named = {n: _imported(n) for n in torch.serialization.get_unsafe_globals_in_checkpoint(file)}
+    harmless = {
+        n: c
+        for n, c in named.items()
+        if isinstance(c, type) and (c is Namespace or issubclass(c, Enum | PurePath))
+    }
+    if others := sorted(named.keys() - harmless.keys()):
         raise UnsupportedError(
-            f"the state has values of the classes {', '.join(names)}, which are not read back from {file}",
+            f"the state has values of {', '.join(others)}, which are not read back from {file}",
             hint="leave them out of the state, or call ucformat.torch.megatron.save",
-        ) from error
+        )
+    with torch.serialization.safe_globals([*harmless.values()]):
+        values: dict[str, Any] = torch.load(file, weights_only=True)
     return values
 
 

@@ -270,13 +270,11 @@ class CapturedLayout:
             if name in tensors and tensors[name].is_meta and tensors[name].numel()
         ]
         if differences:
+            omitted = len(differences) - _MOST
+            lines = [*differences[:_MOST], *([f"and {omitted} more"] if omitted > 0 else [])]
             raise StateMismatch(
                 "the layout was captured of something else; nothing was changed:\n  "
-                + "\n  ".join(
-                    [*differences[:_MOST], *[f"and {len(differences) - _MOST} more"]]
-                    if len(differences) > _MOST
-                    else differences
-                ),
+                + "\n  ".join(lines),
                 hint="capture the loader anew",
             )
 

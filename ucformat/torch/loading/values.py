@@ -293,6 +293,26 @@ class FittedValues:
         """Add a value that is not set here."""
         self.values.append(FittedValue(label, current, saved, None, saved))
 
+    def common_options(
+        self, label: str, names: Sequence[str], saved: Sequence[Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """The hyper-parameters that the parameters of a group were saved with; none, and told, if they lack or differ.
+
+        Args:
+            names: of the parameters.
+            saved: the hyper-parameters of each parameter that was in a group.
+        """
+        if names and not saved:
+            self.missing.append(f"{label}: the hyper-parameters of {', '.join(names[:3])}")
+        if not saved:
+            return {}
+        differing = sorted({k for of_one in saved for k in of_one if of_one[k] != saved[0].get(k)})
+        if differing:
+            keys = ", ".join(differing)
+            self.others.append(f"{label}: its parameters were in groups with different {keys}")
+            return {}
+        return saved[0]
+
     def problems(self) -> Problems:
         """What does not fit, each line once."""
         lines = (self.missing, self.left, (), self.dtypes, self.others, self.inexact)

@@ -24,7 +24,7 @@ from ucformat.torch.state.groups import (
     flattened_groups,
     is_group,
 )
-from ucformat.torch.state.names import GlobalNames, plain_name
+from ucformat.torch.state.names import GlobalNames, plain_name, with_extra_state
 from ucformat.torch.state.objects import PerRank, Rng, StateParts
 from ucformat.torch.state.sharded import (
     adopt_groups,
@@ -469,7 +469,7 @@ def _flat_module(
 
 def _fsdp1(collected: CollectedState, path: Path, flat: FlatModule) -> None:
     """The entries of a module that FSDP1 wraps, all of which are filled where they are."""
-    entries, extra = flat.entries(), flat.extra_states()
+    entries, extra = flat.entries(), dict(with_extra_state(flat.module))
     if attached := _attached(flat.module, entries.keys()):
         raise UnsupportedError(
             f"{dotted(path)} has {min(attached[0].keys)} beside a weight, which FSDP1 cuts",

@@ -203,15 +203,6 @@ class FlatModule:
             own += [(n, p, None) for n, p in plain if n not in (*slots, _FLAT)]
             yield from ((f"{prefix}.{n}" if prefix else n, p, slot) for n, p, slot in own)
 
-    def extra_states(self) -> dict[str, torch.nn.Module]:
-        """The modules that have an extra state, by its key."""
-        default = torch.nn.Module.get_extra_state
-        return {
-            f"{prefix}._extra_state" if prefix else "_extra_state": part
-            for prefix, part in self.module.named_modules()
-            if type(part).get_extra_state is not default
-        }
-
     def filled(self) -> None:
         """Let the next forward gather what was filled: an evaluation may have left what was gathered before."""
         for handle in self._handles:
@@ -337,8 +328,6 @@ def _mesh_of(unit: Any, handle: Any) -> tuple[RankMesh, dict[str, int]]:
     if unit.sharding_strategy.name not in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
         return RankMesh.of((len(ranks),), ranks), {"dp": len(ranks)}
     replicas = dist.get_process_group_ranks(unit._inter_node_pg)  # noqa: SLF001
-    every = [first + rank - dist.get_rank() for first in replicas for rank in ranks]
+    mesh = RankMesh.crossing(dist.get_rank(), replicas, ranks)
     layout = {"replicate": len(replicas), "shard": len(ranks)}
-    if min(every) < 0 or len(set(every)) < len(every):
-        return RankMesh.of((len(ranks),), ranks), layout
-    return RankMesh.of((len(replicas), len(ranks)), every), layout
+    return mesh or RankMesh.of((len(ranks),), ranks), layout

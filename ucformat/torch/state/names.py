@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
+    from collections.abc import Iterator, Mapping
 
 
 class GlobalNames:
@@ -43,6 +42,13 @@ class GlobalNames:
                     raise UsageError(f"names= gives {name} the number {number}")
                 return f"{match[1]}{number}{match[3]}"
         return name
+
+
+def with_extra_state(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the submodules that define `get_extra_state`, with the key of this state in a state dict."""
+    for path, part in module.named_modules():
+        if type(part).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield f"{path}._extra_state".lstrip("."), part
 
 
 #: Under these names wrappers keep the module that they wrap.
