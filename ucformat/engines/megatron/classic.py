@@ -103,6 +103,7 @@ class OpenClassic(IndexedSource):
             groups=tuple(g.json() for g in self.contents.groups),
             step=step if type(step) is int else None,
             layout=dict(zip(("tp", "pp", "ep"), degrees, strict=True)),
+            assets=self.args.beside.keys,
             engine={"name": "megatron-core" if has_core_names else "megatron-lm"},
             files=(*filter(None, [place.tracker]), *sorted(paths)),
             folder=place.folder,

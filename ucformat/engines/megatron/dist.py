@@ -37,6 +37,7 @@ from ucformat.engines.megatron.stacked import (
     original_shapes,
     unstacked,
 )
+from ucformat.engines.megatron.vocabulary import FilesBeside
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping, LazySequence
@@ -86,7 +87,10 @@ class OpenDist(IndexedSource):
         if not isinstance(values, dict):
             raise IntegrityError(f"{below}{COMMON} holds no dictionary")
         self.values: dict[Any, Any] = values
-        self.args = MegatronArguments.of(values.get("args"), options.vocab_size, below + COMMON)
+        self._beside = FilesBeside(store, folder, "")
+        self.args = MegatronArguments.of(
+            values.get("args"), options.vocab_size, below + COMMON, self._beside
+        )
         self.local = self._is_local()
         self.contents = TensorIndex()
         self.buckets: list[tuple[Bucket, str]] = []
@@ -107,7 +111,7 @@ class OpenDist(IndexedSource):
             groups=groups,
             objects=LazyMapping(guarded(self._objects)),
             aliases=_tied_output(self.args, self.weights),
-            assets=place.context or (),
+            assets=place.context or self._beside.keys,
             step=step,
             layout=self._layout(),
             engine={"name": "megatron-core", "format": backend},
@@ -251,7 +255,9 @@ class OpenDist(IndexedSource):
     def _objects(self) -> dict[str, Any]:
         """All values but tensors: of `common.pt`, and sharded objects by key and shard."""
         out = {str(k): self._json(v, str(k)) for k, v in self.values.items() if k not in _NOT_OURS}
-        if self.args.values:
+        if self.args.file == self._beside.run:
+            out["model_config"] = self._beside.model
+        elif self.args.values:
             out["args"] = self._json(dict(self.args.values), "args")
         if optimizer := self._json(self.values.get("optimizer") or {}, "optimizer"):
             out["optimizer"] = optimizer
@@ -328,8 +334,11 @@ class OpenFsdp(IndexedSource):
         self, store: Store, place: MegatronFolder, meta: Metadata, options: MegatronSourceOptions
     ) -> None:
         self.store, self._items = store, Items(store, meta, options.allow)
+        beside = FilesBeside(store, place.folder, "")
         own_values = self._read([name for name in _OWN_VALUES if name in meta.values])
-        self.args = MegatronArguments.of(own_values.get("args"), options.vocab_size, meta.file)
+        self.args = MegatronArguments.of(
+            own_values.get("args"), options.vocab_size, meta.file, beside
+        )
         self.contents = TensorIndex()
         self._values: dict[str, Path] = {}
         self._options: dict[str, tuple[str, str]] = {}
@@ -345,6 +354,7 @@ class OpenFsdp(IndexedSource):
             groups=groups,
             objects=LazyMapping(guarded(self._objects)),
             aliases=_tied_output(self.args, weights),
+            assets=beside.keys,
             unreadable=self.contents.unreadable,
             step=step if type(step) is int else None,
             layout=self.args.layout(),

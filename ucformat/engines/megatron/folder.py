@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from ucformat.engines.megatron.vocabulary import FilesBeside, padded_rows
 from ucformat.errors import IntegrityError, NotFound, UcformatError, UsageError, first_names
 from ucformat.reading.stand_ins import Inert
 from ucformat.sources.base import PickleOptions, option
@@ -228,19 +229,26 @@ _VOCABULARY = (
 
 @dataclass(frozen=True, slots=True)
 class MegatronArguments:
-    """`args` of a checkpoint; every value is None if the checkpoint has none."""
+    """`args` of a checkpoint, or what a run's configuration has of them; every value is None without both."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None  # as the caller gave it
     file: str = ""
+    beside: FilesBeside = field(default_factory=FilesBeside)
 
     @classmethod
-    def of(cls, value: Any, vocab_size: int | None, file: str) -> MegatronArguments:
-        """Parse `args`."""
+    def of(
+        cls, value: Any, vocab_size: int | None, file: str, beside: FilesBeside | None = None
+    ) -> MegatronArguments:
+        """Parse `args`; without any, the files beside the checkpoint tell what they know."""
         if isinstance(value, Inert):
             value = value.state
-        values = value if isinstance(value, dict) else {}
-        return cls({k: v for k, v in values.items() if isinstance(k, str)}, vocab_size, file)
+        beside = beside or FilesBeside()
+        values = value if isinstance(value, dict) and value else beside.model
+        file = beside.run if values is beside.model and beside.run else file
+        return cls(
+            {k: v for k, v in values.items() if isinstance(k, str)}, vocab_size, file, beside
+        )
 
     def number(self, *names: str) -> int | None:
         """The first of these arguments that is an integer; None if there is none."""
@@ -282,11 +290,20 @@ class MegatronArguments:
             return stored
         rows_kept = self.vocab_size
         if rows_kept is None:
-            size, unit = self.number("vocab_size"), self.number("make_vocab_size_divisible_by")
-            padded = self.number("padded_vocab_size")
-            if padded is None and size and unit:
-                unit *= self.degree("tensor_model_parallel_size") or 1
-                padded = -(-size // unit) * unit
-            # otherwise the purpose of the other rows is unknown
-            rows_kept = size if padded == stored else None
+            size, unit = self._tokens(), self.number("make_vocab_size_divisible_by") or 0
+            multiple = unit * (self.degree("tensor_model_parallel_size") or 1)
+            padded = padded_rows(size, multiple) if size and multiple else None
+            recorded = self.number("padded_vocab_size")
+            # Megatron ignores `vocab_size` for most tokenizers, and pads from theirs.
+            is_padded_from = size and (padded or recorded) == stored == (recorded or padded)
+            claims = {self.file: size} if size and is_padded_from else {}
+            rows_kept = self.beside.true_rows(claims, stored, multiple)
         return rows_kept if rows_kept is not None and 0 < rows_kept < stored else stored
+
+    def _tokens(self) -> int | None:
+        """The tokens of the vocabulary, if the arguments tell."""
+        size = self.number("vocab_size")
+        if self.flag("should_pad_vocab") is False:
+            return None  # the rows, as the program was given them
+        # it is the only tokenizer that adds a token to the size that it is given
+        return size + 1 if size and self.values.get("tokenizer_type") == "NullTokenizer" else size

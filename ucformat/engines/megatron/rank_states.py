@@ -24,6 +24,7 @@ from ucformat.engines.megatron.flat_states import (
 )
 from ucformat.engines.megatron.folder import MODEL, MegatronArguments
 from ucformat.engines.megatron.names import Member, groups_by_rule, is_expert
+from ucformat.engines.megatron.vocabulary import FilesBeside
 from ucformat.errors import (
     AmbiguousLayout,
     IntegrityError,
@@ -395,7 +396,10 @@ def read_ranks(
         )
     first = min(files.values())
     args = MegatronArguments.of(
-        _value(TorchFile(store, first, allow=allow)).get("args"), vocab, first
+        _value(TorchFile(store, first, allow=allow)).get("args"),
+        vocab,
+        first,
+        FilesBeside(store, place.folder, ""),
     )
     grid = _grid(files, args)
     there = set(keys)
