@@ -124,7 +124,7 @@ OUTSIDE: dict[str, set[str]] = {
     "engines/deepspeed": {"deepspeed", "ml_dtypes", "numpy", "torch"},
     "engines/huggingface": {"accelerate", "torch", "transformers"},
     "engines/lightning": {"lightning", "torch"},
-    "engines/megatron": {"megatron", "ml_dtypes", "numpy", "torch"},
+    "engines/megatron": {"megatron", "ml_dtypes", "numpy", "torch", "yaml"},
     "engines/numpy": {"numpy"},
     "engines/orbax": {"numcodecs", "numpy", "tensorstore"},
     "engines/pytorch": {"numpy", "torch"},

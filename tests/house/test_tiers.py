@@ -23,6 +23,7 @@ FAMILIES = {
     "source of Orbax": "engines/orbax/test_source.py::TestOrbax::test_convert_and_read_back",
     "source of Zarr": "engines/orbax/test_zarr.py::TestZarr::test_convert_and_read_back",
     "source of ByteCheckpoint": "engines/bytecheckpoint/test_source.py::TestByteCheckpoint::test_convert_and",
+    "source of veRL": "engines/verl/test_source.py::TestVerl::test_convert_and_read_back",
     "source of slime": "engines/slime/test_source.py::TestSlime::test_convert_and_read_back",
     # each exporter, whose files the engine or its library loads
     "exporter of DeepSpeed": "engines/deepspeed/test_export_engines.py::test_deepspeed_loads_what_was_saved",

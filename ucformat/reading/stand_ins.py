@@ -88,10 +88,15 @@ def why_refused(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """What one rank has of a tensor that several share, and whether that is the whole tensor."""
+    """What one rank has of a tensor that several share, and whether that is the whole tensor.
+
+    `shape` is that of the whole tensor, and `spec` how a DTensor is placed: `mesh` and `placements`.
+    """
 
     tensor: StoredTensor
     whole: bool
+    shape: tuple[int, ...] = ()
+    spec: Inert | None = None
 
 
 @dataclass(frozen=True, slots=True)

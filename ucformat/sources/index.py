@@ -107,7 +107,7 @@ class TensorIndex:
 
     def add_whole(self, name: str, state: str, file: TorchFile, tensor: StoredTensor) -> None:
         """Add a tensor that is stored whole in a file of torch.save."""
-        self.add(name, state, tensor.dtype, tensor.shape, lambda _: file.whole(tensor))
+        self.add(name, state, tensor.dtype, tensor.shape, lambda box: file.whole(tensor, box))
 
     def add_large(self, path: str, file: TorchFile, tensor: StoredTensor) -> str:
         """Add a tensor that is part of a plain value, as a weight of its own."""

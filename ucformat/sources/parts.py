@@ -53,7 +53,6 @@ _DEVICE = re.compile(_LABEL.format("gpu|device|host|node|worker|proc|process|dp|
 _RANK_FOLDER = re.compile(
     r"(?:.*[-_.])?(?:rank|shard|partition)[-_.=]?\d{1,9}(?:_\d{1,9})*|(?:(?:tp|pp|mp|cp|etp|ep|dp)[-_.=]?\d{1,9}[-_.]?)+"
 )
-_VERL = re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt")
 _LOW_RANK = re.compile(r"lora|dora|adapter|low[-_]?rank|galore")  # whose rank is a size
 _DOTTED = re.compile(r"\.(\d{2,9})\.[a-z]+$")
 _NUMBER = re.compile(r"\d{1,9}")
@@ -106,19 +105,9 @@ def parts_of_one(names: Iterable[str], url: str) -> UnsupportedError | None:
     return UnsupportedError(
         f"{url} holds parts of a checkpoint, and no file says how they belong together: "
         f"{first_names(parts, 10)}",
-        hint=f"put them together with {_merger(parts, url)}; to open one file by itself, give its path and "
+        hint="put them together with the program that saved them; to open one file by itself, give its path and "
         f"{option_text('part', 'True', 'true')}",
     )
-
-
-def _merger(parts: list[str], url: str) -> str:
-    """The program that makes one checkpoint of the parts."""
-    if all(_VERL.fullmatch(name) for name in parts):
-        command = (
-            f"python -m verl.model_merger merge --backend fsdp --local_dir {url} --target_dir DST"
-        )
-        return f"veRL (`{command}`), and open DST"
-    return "the program that saved them"
 
 
 def marked(metadata: CheckpointMetadata, what: str) -> CheckpointMetadata:

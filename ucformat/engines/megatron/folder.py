@@ -68,6 +68,7 @@ COMMON = "common.pt"  # likewise
 METADATA = ".metadata"  # of PyTorch DCP
 DIST = "torch_dist"
 WEIGHTS, CONTEXT = "weights", "context"  # the folders of a checkpoint of NeMo 2
+VERL = "dist_ckpt"  # the folder in one of veRL, beside `huggingface`
 MODEL = re.compile(
     r"mp_rank_(\d{1,6})(?:_(\d{1,6}))?(?:_(\d{1,6}))?/(model_optim_rng|model_rng)\.pt"
 )
@@ -116,6 +117,8 @@ def find_place(store: Store) -> MegatronFolder | None:
     if backend_of(store, WEIGHTS) is not None:
         context = tuple(i.key for i in store.list(CONTEXT) if i.size <= _MAX_ASSET_BYTES)
         return MegatronFolder(WEIGHTS, None, classic=False, context=context)
+    if backend_of(store, VERL) is not None:
+        return MegatronFolder(VERL, None, classic=False)
     if _ITERATION.fullmatch(store.url.rstrip("/").rpartition("/")[2]) and _is_fsdp(store):
         return MegatronFolder("", None, classic=False, fsdp=True)
     named = _named(store)

@@ -251,6 +251,8 @@ def _from_type_or_part(function: Any, kind: Any, args: Any, state: Any) -> Any:
         # A `Partial` one has the whole shape, too, but is only a summand.
         local,
         whole=local.shape == shape and names <= {"Shard", "Replicate", "_StridedShard"},
+        shape=sizes(shape, "shape"),
+        spec=spec,
     )
 
 
@@ -276,14 +278,17 @@ def _shards_of_rank(args: Any, state: Any) -> LocalPart:
     if not tensors:
         empty = sizes((0, *shape[1:]), "shape")
         return LocalPart(
-            StoredTensor("", args[1].name, empty, (0,) * len(empty), 0, 0), whole=False
+            StoredTensor("", args[1].name, empty, (0,) * len(empty), 0, 0),
+            whole=False,
+            shape=sizes(shape, "shape"),
         )
     shard = (
         tensors[0]
         if len(tensors) == 1
         else tensors[0].refused(f"is stored as {len(tensors)} shards of one rank")
     )
-    return LocalPart(shard, whole=len(tensors) == 1 and shard.shape == shape)
+    whole = len(tensors) == 1 and shard.shape == shape
+    return LocalPart(shard, whole=whole, shape=sizes(shape, "shape"))
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:

@@ -351,7 +351,7 @@ class TorchFile:
         """List every member of the file with its checksum (see `TorchZip.records`)."""
         return self._zip.records()
 
-    def whole(self, tensor: StoredTensor) -> Iterator[Extent]:
+    def whole(self, tensor: StoredTensor, within: Box | None = None) -> Iterator[Extent]:  # noqa: ARG002 - for subclasses
         """The extent of a whole tensor; none if it has no elements."""
         if tensor.size:
             unit = self._itemsize(tensor)
