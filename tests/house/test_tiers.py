@@ -24,6 +24,7 @@ FAMILIES = {
     "source of Zarr": "engines/orbax/test_zarr.py::TestZarr::test_convert_and_read_back",
     "source of ByteCheckpoint": "engines/bytecheckpoint/test_source.py::TestByteCheckpoint::test_convert_and",
     "source of veRL": "engines/verl/test_source.py::TestVerl::test_convert_and_read_back",
+    "source of GGUF": "engines/gguf/test_gguf.py::TestGguf::test_convert_and_read_back",
     "source of slime": "engines/slime/test_source.py::TestSlime::test_convert_and_read_back",
     # each exporter, whose files the engine or its library loads
     "exporter of DeepSpeed": "engines/deepspeed/test_export_engines.py::test_deepspeed_loads_what_was_saved",
@@ -33,6 +34,7 @@ FAMILIES = {
     "exporter of torch.save": "engines/pytorch/test_torch_save_export.py",
     "exporter of safetensors": "engines/huggingface/test_export.py::test_from_pretrained_has_equal_logits",
     "exporter of Orbax": "engines/orbax/test_export.py::test_a_tree_of_orbax_goes_back",
+    "exporter of GGUF": "engines/gguf/test_gguf.py::test_an_export_is_the_same_file",
     "exporter of NumPy": "engines/numpy/test_export.py",
     "an export to an object store": "exporters/test_objects.py::test_the_bytes_are_those_on_a_disk",
     # each live integration
