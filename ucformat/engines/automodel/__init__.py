@@ -1,0 +1,1 @@
+"""Checkpoints of NeMo AutoModel: a folder of weights beside a DCP checkpoint of the optimizer."""
