@@ -25,6 +25,7 @@ FAMILIES = {
     "source of ByteCheckpoint": "engines/bytecheckpoint/test_source.py::TestByteCheckpoint::test_convert_and",
     "source of veRL": "engines/verl/test_source.py::TestVerl::test_convert_and_read_back",
     "source of NeMo AutoModel": "engines/automodel/test_source.py::TestAutomodel::test_convert_and_read_back",
+    "source of offload folders": "engines/huggingface/test_offload.py::test_every_tensor_is_accelerates",
     "source of GGUF": "engines/gguf/test_gguf.py::TestGguf::test_convert_and_read_back",
     "source of slime": "engines/slime/test_source.py::TestSlime::test_convert_and_read_back",
     # each exporter, whose files the engine or its library loads
