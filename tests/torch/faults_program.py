@@ -21,7 +21,7 @@ from tests.patience import PATIENCE, wait_until
 from ucformat.storage.strided import write_all
 from ucformat.torch import PerRank, async_save, load, save
 from ucformat.torch.saving import background
-from ucformat.torch.saving.background import wait_until_done
+from ucformat.torch.saving.handles import wait_until_done
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ucformat.torch.publishing.publish import Published, Publisher, publish
     from ucformat.torch.publishing.subscribe import Subscription, Update, subscribe
     from ucformat.torch.saving.asynchronous import async_save
-    from ucformat.torch.saving.background import SaveHandle
+    from ucformat.torch.saving.handles import SaveHandle
     from ucformat.torch.saving.save import Saved, save
     from ucformat.torch.state.changed import ChangedRows
     from ucformat.torch.state.fingerprint import fingerprint
@@ -76,7 +76,7 @@ _HOMES = {
     "Publisher": "ucformat.torch.publishing.publish",
     "Reader": "ucformat.engines.pytorch.dcp_reader",
     "Rng": "ucformat.torch.state.objects",
-    "SaveHandle": "ucformat.torch.saving.background",
+    "SaveHandle": "ucformat.torch.saving.handles",
     "Saved": "ucformat.torch.saving.save",
     "StateParts": "ucformat.torch.state.objects",
     "Subscription": "ucformat.torch.publishing.subscribe",
@@ -94,18 +94,17 @@ _HOMES = {
     "subscribe": "ucformat.torch.publishing.subscribe",
 }
 
-if find_spec("torch") is None:
-    raise ModuleNotFoundError(
-        "ucformat.torch needs PyTorch: pip install 'ucformat[torch]'", name="torch"
-    )
-
 record_commits()  # saves are recorded in the catalog
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name when it is first used; the process that writes in the background does not import torch."""
+    """Load a public name when it is first used; what other rooms use of this one does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ucformat.torch' has no attribute {name!r}")
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError(
+            "ucformat.torch needs PyTorch: pip install 'ucformat[torch]'", name="torch"
+        )
     public: object = getattr(import_module(_HOMES[name]), name)
     globals()[name] = public
     return public

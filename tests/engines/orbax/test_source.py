@@ -18,7 +18,6 @@ import ucformat
 from tests.sources.suite import SourceSuite, kept
 from ucformat.checkpoint import Checkpoint, open_checkpoint
 from ucformat.engines.orbax.ocdbt import _Body, _body, _locate
-from ucformat.engines.orbax.opened import tensor_keys
 from ucformat.engines.orbax.source import Orbax
 from ucformat.errors import (
     IntegrityError,
@@ -29,6 +28,7 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.geometry.tensor import Key
+from ucformat.reading.trees import tensor_keys
 from ucformat.storage.base import ByteRange
 from ucformat.storage.local import LocalStore
 from ucformat.storage.memory import MemoryStore

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.torch.saving.background import SaveHandle
+    from ucformat.torch.saving.handles import SaveHandle
 
 __all__ = ["SaveCallback", "UniversalTrainer"]
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.torch.loading.load import LoadReport
-    from ucformat.torch.saving.background import SaveHandle
+    from ucformat.torch.saving.handles import SaveHandle
     from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.state.local import LocalState
 

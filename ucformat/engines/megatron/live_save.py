@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ucformat.engines.megatron.live_entries import StateEntries
     from ucformat.engines.megatron.live_shards import LocalBoxes, Rows
-    from ucformat.torch.saving.background import SaveHandle
+    from ucformat.torch.saving.handles import SaveHandle
     from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.saving.save import Saved
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ucformat.engines.orbax.folder import CHECKPOINT, MANIFEST, TREE
 from ucformat.engines.orbax.ocdbt import ValueLocation, make_tree
-from ucformat.engines.orbax.opened import NAMES, tensor_keys
+from ucformat.engines.orbax.opened import NAMES
 from ucformat.errors import UnsupportedError
 from ucformat.exporters.base import (
     Span,
@@ -31,6 +31,7 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.dtypes import dtype_name
 from ucformat.reading.readable import path_from_json
+from ucformat.reading.trees import tensor_keys
 from ucformat.reading.values import from_json, is_special, plain_form
 from ucformat.schema import ITEMSIZE, TENSORSTORE_DTYPES, ZARR_DTYPES
 

@@ -16,6 +16,7 @@ from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata, path_to_json
 from ucformat.reading.stand_ins import NdArray
+from ucformat.reading.trees import tensor_keys
 from ucformat.reading.values import to_json
 from ucformat.storage.base import ByteRange
 from ucformat.storage.decoded import DecodedStore, read_json
@@ -182,11 +183,7 @@ def _check_names(store: Store, keys: Any) -> None:
         )
 
 
-# The trees of an Orbax checkpoint: the leaves that `_METADATA` lists, their arrays, and the tensor that each array is.
-#
-# Names are paths joined by dots. Optax stores its moments in trees of the parameters' structure:
-# `opt_state.0.mu` mirrors `params` next to it, so `opt_state.0.mu.layers.0.w` is the state `mu` of
-# `params.layers.0.w`.
+# The trees of an Orbax checkpoint: the leaves that `_METADATA` lists, and their arrays.
 
 
 #: In the custom metadata of a tree that ucformat wrote: name and state of each tensor whose path
@@ -464,61 +461,3 @@ def scalar_json(name: str, array: ZarrArray, data: bytes) -> Any:
     if array.dtype in _PLAIN:
         return to_json(struct.unpack(_PLAIN[array.dtype], data)[0])
     return to_json(NdArray(array.dtype, (), data, fortran=False))
-
-
-Path = tuple[str, ...]
-Shapes = dict[Path, tuple[int, ...]]
-
-_PARAMS = "params"
-#: Optax's names of trees of moments. These may leave out parameters (frozen, or another
-#: optimizer's), and have tensors of other shapes (factored).
-_MOMENTS = frozenset(
-    [
-        "mu", "nu", "nu_max", "trace", "v", "v_row", "v_col", "sum_of_squares", "e_g", "e_x",
-        "acc_grads", "ema", "z",
-    ]
-)  # fmt: skip
-
-
-def tensor_keys(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Key]:
-    """Decide which tensor each array is.
-
-    A tree next to `params` mirrors it if it has the same paths and shapes; one of optax's moments,
-    if it has some of the paths. The name of the tree is the state. If two arrays would be the same
-    tensor, neither is treated so: like all other arrays, they are weights with names of their own.
-    """
-    plain = {path: Key(".".join(path), "weight") for path in shapes}
-    nodes = _nodes(shapes)
-    roots = [n for n in nodes if n[-1] == _PARAMS and _PARAMS not in n[:-1]]
-    states: dict[Path, Key] = {}
-    for root in roots:
-        for node in nodes:
-            beside = node[: len(root) - 1] == root[:-1] and node[: len(root)] != root
-            if beside and _mirrors(node[-1], nodes[node], nodes[root]):
-                for path in nodes[node]:
-                    states.setdefault(node + path, Key(".".join(root + path), node[-1]))
-    times = Counter({**plain, **states}.values())
-    return {
-        path: states[path] if path in states and times[states[path]] == 1 else key
-        for path, key in plain.items()
-    }
-
-
-def _nodes(shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Shapes]:
-    """The inner nodes, outer ones first, and the leaves below each by their paths from it."""
-    out: dict[Path, Shapes] = {}
-    for path, shape in shapes.items():
-        for node in _above(path):
-            out.setdefault(node, {})[path[len(node) :]] = shape
-    return dict(sorted(out.items(), key=lambda item: len(item[0])))
-
-
-def _above(path: Path) -> Iterator[Path]:
-    for n in range(1, len(path)):
-        yield path[:n]
-
-
-def _mirrors(name: str, below: Shapes, params: Shapes) -> bool:
-    if name in _MOMENTS:
-        return below.keys() <= params.keys()
-    return below == params and not name.isdecimal() and name not in ("weight", _PARAMS)

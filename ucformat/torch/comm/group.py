@@ -29,7 +29,7 @@ from ipaddress import ip_address
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ucformat.errors import IntegrityError, UcformatError, UsageError
 from ucformat.torch.comm.bulk import Links
@@ -81,6 +81,35 @@ _LISTEN_HINT = "MASTER_ADDR and the route to it determine the interface on which
 _JOIN_HINT = "make the same call on all ranks; see the first error in the log of that rank"
 
 
+class MeetingStore(Protocol):
+    """Where ranks leave values for each other before they are connected; the stores of torch.distributed are such.
+
+    What waits too long, or cannot be done, raises a `RuntimeError`. One that is reached over a network has
+    `host` and `port`.
+    """
+
+    def set(self, key: str, value: str) -> None:
+        """Set a value."""
+
+    def get(self, key: str) -> bytes:
+        """Return a value that is set."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 before, and return the sum."""
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Wait until all of these are set."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all of these are set."""
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a value."""
+
+    def has_extended_api(self) -> bool:
+        """Return whether there are `multi_get(keys)` and `multi_set(keys, values)`."""
+
+
 class Host(NamedTuple):
     """The host of a rank.
 
@@ -124,7 +153,7 @@ def _cut(whole: list[Any], parts: int) -> list[list[Any]]:
     return [whole[count * i // parts : count * (i + 1) // parts] for i in range(parts)]
 
 
-def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) -> Links:
+def connect_by_store(store: MeetingStore, rank: int, size: int, timeout: float) -> Links:
     """Connect ranks with each other through a store; all of them call this."""
     if size == 1:
         return Links(TreeNode(0, 1, -1, ()), timeout, store=store)
@@ -164,7 +193,7 @@ def connect_by_store(store: dist.Store, rank: int, size: int, timeout: float) ->
     return links
 
 
-def _assign_places(store: dist.Store, size: int, timeout: float) -> None:
+def _assign_places(store: MeetingStore, size: int, timeout: float) -> None:
     """Rank 0's part: wait for all ranks, and tell each its parent, children, some other hosts, and its host's ranks."""
     names = [f"host/{r}" for r in range(size)]
     places = [f"place/{r}" for r in range(size)]
@@ -197,7 +226,7 @@ def _assign_places(store: dist.Store, size: int, timeout: float) -> None:
     )
 
 
-def _set_all(store: dist.Store, names: list[str], values: list[str]) -> None:
+def _set_all(store: Any, names: list[str], values: list[str]) -> None:
     if store.has_extended_api():
         store.multi_set(names, values)
     else:
@@ -205,7 +234,7 @@ def _set_all(store: dist.Store, names: list[str], values: list[str]) -> None:
             store.set(name, value)
 
 
-def _first_missing(store: dist.Store, names: list[str]) -> int:
+def _first_missing(store: MeetingStore, names: list[str]) -> int:
     """The number of the first name that is not set."""
     first, last = 0, len(names) - 1
     while first < last:
@@ -217,7 +246,7 @@ def _first_missing(store: dist.Store, names: list[str]) -> int:
     return first
 
 
-def _await(store: dist.Store, name: str, other: int, rank: int, seconds: float) -> Any:
+def _await(store: MeetingStore, name: str, other: int, rank: int, seconds: float) -> Any:
     """The value of a name, which another rank sets."""
     end = time.monotonic() + seconds
     try:
@@ -234,7 +263,7 @@ def _await(store: dist.Store, name: str, other: int, rank: int, seconds: float) 
 _LOOPBACK = "127.0.0.1"
 
 
-def host_here(store: dist.Store | None) -> Host:
+def host_here(store: MeetingStore | None) -> Host:
     """Return the host of this process."""
     return Host(_identity(), _route_to(*_address_of(store)))
 
@@ -291,13 +320,11 @@ def _own_address() -> str:
     return str(socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0][4][0])
 
 
-def _address_of(store: dist.Store | None) -> tuple[str, int]:
+def _address_of(store: Any) -> tuple[str, int]:
     """Host and port of a store; of one without, such as a FileStore, those in the environment."""
-    import torch.distributed as dist
-
-    while isinstance(store, dist.PrefixStore):
+    while hasattr(store, "underlying_store"):  # one with a prefix
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
+    if hasattr(store, "host"):
         return str(store.host), int(store.port)
     return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "1"))
 
@@ -605,36 +632,73 @@ def group_of(
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        _groups.clear()
-        alone = single_process_group()
-        alone.links.kept = _kept_alone
-        return alone
-    _kept_alone.clear()
+        return group_alone()
     torch_group = process_group or dist.group.WORLD
-    ranks = tuple(dist.get_process_group_ranks(torch_group))
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to the store
-    key = (id(store), ranks, timeout)
+    members = Members(
+        store,
+        lambda prefix: dist.PrefixStore(prefix, store),
+        tuple(dist.get_process_group_ranks(torch_group)),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
+    return group_at(members, timeout, call, str(torch_group.group_name))
+
+
+class Members(NamedTuple):
+    """The ranks of a group, and where they meet.
+
+    Attributes:
+        store: the same object as long as the ranks run.
+        below: returns the part of the store whose names have a prefix.
+        ranks: which of all ranks are members.
+        rank: which of all ranks this process is.
+        world: how many ranks there are.
+    """
+
+    store: Any
+    below: Callable[[str], Any]
+    ranks: tuple[int, ...]
+    rank: int
+    world: int
+
+
+def group_alone() -> Group:
+    """Return the group of a process that has no others; what it keeps is kept for its next call."""
+    _groups.clear()
+    alone = single_process_group()
+    alone.links.kept = _kept_alone
+    return alone
+
+
+def group_at(members: Members, timeout: float, call: str = "", name: str = "") -> Group:
+    """Return the group of the ranks that meet at a store; see `group_of`.
+
+    Args:
+        name: of the group, among those in which one thread may make the same call.
+    """
+    _kept_alone.clear()
+    key = (id(members.store), members.ranks, timeout)
     with _locks.setdefault(key, threading.Lock()):
         if key not in _groups or not _groups[key].intact:
-            # before init_process_group
-            for old in [k for k, g in _groups.items() if g.links.store is not store]:
+            # before the ranks were started anew
+            for old in [k for k, g in _groups.items() if g.links.store is not members.store]:
                 del _groups[old]
-            _groups[key] = _make(store, ranks, timeout)
+            _groups[key] = _make(members, timeout)
         group = _groups[key]
     function = call.partition(" ")[0]
     if not call or threading.current_thread() is threading.main_thread():
         return group.for_call(function)
-    return group.channel(function, f"{torch_group.group_name} {call}")
+    return group.channel(function, f"{name} {call}")
 
 
-def _make(store: dist.Store, ranks: tuple[int, ...], timeout: float) -> Group:
+def _make(members: Members, timeout: float) -> Group:
     """A new group. Each rank counts its attempts in the store, so that after a failure all ranks use a new prefix."""
-    import torch.distributed as dist
-
-    name = f"ucformat/{'-'.join(map(str, ranks)) if len(ranks) < dist.get_world_size() else 'all'}/{timeout}"
-    rank = ranks.index(dist.get_rank())
+    store, ranks = members.store, members.ranks
+    name = f"ucformat/{'-'.join(map(str, ranks)) if len(ranks) < members.world else 'all'}/{timeout}"
+    rank = ranks.index(members.rank)
     count = store.add(f"{name}/count/{rank}", 1) if len(ranks) > 1 else 1
-    links = connect_by_store(dist.PrefixStore(f"{name}/{count}", store), rank, len(ranks), timeout)
+    links = connect_by_store(members.below(f"{name}/{count}"), rank, len(ranks), timeout)
     links.store = store  # without the prefix, to be compared
     links.members = None if ranks == tuple(range(len(ranks))) else ranks
     return Group(links)
@@ -646,13 +710,17 @@ def group_for_call(
     place: object,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = TIMEOUT,
+    find: Callable[[Any, float, str], Group] = group_of,
 ) -> Iterator[Group]:
     """Use the group of a process group's ranks for one collective call with a url, or what has one.
 
     Concurrent calls in threads other than the main one are distinguished by url and process group;
     if two of them have both in common, all ranks raise a UsageError.
+
+    Args:
+        find: returns the group, as `group_of` does.
     """
-    group = group_of(process_group, timeout, f"{call} {getattr(place, 'url', place)}")
+    group = find(process_group, timeout, f"{call} {getattr(place, 'url', place)}")
     on_main_thread = threading.current_thread() is threading.main_thread()
     with nullcontext() if on_main_thread else group.exclusive():
         yield group

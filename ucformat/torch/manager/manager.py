@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ucformat.torch.manager.restore import Mode
     from ucformat.torch.manager.retention import Keep, RunRetention
     from ucformat.torch.manager.steps import RunStep
-    from ucformat.torch.saving.background import SaveHandle
+    from ucformat.torch.saving.handles import SaveHandle
     from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.saving.save import Saved
     from ucformat.torch.state.changed import ChangedRows

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.torch.comm.group import Group
-    from ucformat.torch.saving.background import SaveHandle
+    from ucformat.torch.saving.handles import SaveHandle
     from ucformat.torch.saving.manifest import SaveMetadata
     from ucformat.torch.saving.options import SaveArguments, SaveOptions
     from ucformat.torch.state.local import LocalState

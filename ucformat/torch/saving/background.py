@@ -1,4 +1,4 @@
-"""The rank's side of the process that writes in the background: staging buffers, and handles of saves in flight."""
+"""The rank's side of the process that writes in the background: staging buffers, and the saves in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,8 +29,8 @@ from ucformat.settings import local_path
 from ucformat.storage.strided import fill
 from ucformat.storage.url import split_url
 from ucformat.torch.comm.wire import decode, encode
+from ucformat.torch.saving.handles import SaveHandle, set_outcome, wait_until_done
 from ucformat.torch.saving.manifest import SaveMetadata, state_info
-from ucformat.torch.saving.save import Saved
 from ucformat.torch.saving.worker import (
     Command,
     Heartbeat,
@@ -203,83 +203,7 @@ def _copies(target: Memory, source: Memory) -> Sequence[Callable[[], None]]:
     return [partial(fill, [target[block].data], source[block].data) for block in blocks]
 
 
-__all__ = [
-    "BackgroundWriter",
-    "SaveHandle",
-    "close_writer",
-    "set_outcome",
-    "wait_until_done",
-    "writers",
-]
-
-
-class SaveHandle:
-    """A save that continues in another process.
-
-    `url` is where the checkpoint is written, and `stall` the seconds for which the training was
-    blocked.
-    """
-
-    def __init__(self, url: str, stall: float) -> None:
-        self.url, self.stall = url, stall
-        self.retrieved = False  # whether the caller has learnt the outcome
-        self._done: Future[Saved] = Future()
-
-    def disown(self) -> None:
-        """Make the outcome unavailable in a forked child."""
-        self._done = Future()
-        self._done.set_exception(
-            UcformatError(f"{self.url} is saved by the process that this one was forked from")
-        )
-
-    @property
-    def staged(self) -> bool:
-        """Whether the state is copied, so that training may change it; always true."""
-        return True
-
-    @property
-    def committed(self) -> bool:
-        """Whether the checkpoint is committed."""
-        return self._done.done() and self._done.exception() is None
-
-    @property
-    def done(self) -> bool:
-        """Whether the save has ended: committed or failed."""
-        return self._done.done()
-
-    def wait(self, timeout: float | None = None) -> Saved:
-        """Wait until the checkpoint is committed.
-
-        Args:
-            timeout: seconds to wait (None: no limit).
-
-        Raises:
-            TimeoutError: the save has not ended in time; it continues.
-            UcformatError: a rank failed, or its writing process died; nothing is committed.
-        """
-        try:
-            return self._done.result(timeout)
-        finally:
-            self.retrieved = self._done.done()
-
-    def error(self) -> BaseException | None:
-        """Return the error of a failed save; None if it is committed or has not ended."""
-        self.retrieved = self.retrieved or self._done.done()
-        return self._done.exception() if self._done.done() else None
-
-
-def set_outcome(handle: SaveHandle, outcome: Saved | BaseException) -> None:
-    """Set the outcome of a save, unless it has one."""
-    with suppress(InvalidStateError):
-        if isinstance(outcome, Saved):
-            handle._done.set_result(outcome)  # noqa: SLF001 - not for users
-        else:
-            handle._done.set_exception(outcome)  # noqa: SLF001
-
-
-def wait_until_done(handle: SaveHandle) -> None:
-    """Wait until a save has ended, without raising its error."""
-    handle._done.exception()  # noqa: SLF001
+__all__ = ["BackgroundWriter", "close_writer", "writers"]
 
 
 _log = logging.getLogger("ucformat")

@@ -411,10 +411,13 @@ def assets_of(
         if (make := integration.model_files(module, form)) is not None
     ]
     assets = makers[0]() if len(makers) == 1 else {}
-    if folder is None:
-        return assets
+    return assets if folder is None else {**assets, **assets_in(folder)}
+
+
+def assets_in(folder: str | PathLike[str]) -> dict[str, bytes]:
+    """The `config.json`, tokenizer and similar files of a folder."""
     store = open_store(folder)
     names = find_assets(store.list())
     if not names:
         raise UsageError(f"{store.url} has no config.json, tokenizer or similar file")
-    return {**assets, **{name: store.read(name) for name in names}}
+    return {name: store.read(name) for name in names}

@@ -1,0 +1,80 @@
+"""Handles of saves that continue in the background."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+
+from ucformat.errors import UcformatError
+from ucformat.torch.saving.save import Saved
+
+__all__ = ["SaveHandle", "set_outcome", "wait_until_done"]
+
+
+class SaveHandle:
+    """A save that continues in the background.
+
+    `url` is where the checkpoint is written, and `stall` the seconds for which the training was
+    blocked.
+    """
+
+    def __init__(self, url: str, stall: float) -> None:
+        self.url, self.stall = url, stall
+        self.retrieved = False  # whether the caller has learnt the outcome
+        self._done: Future[Saved] = Future()
+
+    def disown(self) -> None:
+        """Make the outcome unavailable in a forked child."""
+        self._done = Future()
+        self._done.set_exception(
+            UcformatError(f"{self.url} is saved by the process that this one was forked from")
+        )
+
+    @property
+    def staged(self) -> bool:
+        """Whether the state is copied, so that training may change it; always true."""
+        return True
+
+    @property
+    def committed(self) -> bool:
+        """Whether the checkpoint is committed."""
+        return self._done.done() and self._done.exception() is None
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended: committed or failed."""
+        return self._done.done()
+
+    def wait(self, timeout: float | None = None) -> Saved:
+        """Wait until the checkpoint is committed.
+
+        Args:
+            timeout: seconds to wait (None: no limit).
+
+        Raises:
+            TimeoutError: the save has not ended in time; it continues.
+            UcformatError: a rank failed, or its writing process died; nothing is committed.
+        """
+        try:
+            return self._done.result(timeout)
+        finally:
+            self.retrieved = self._done.done()
+
+    def error(self) -> BaseException | None:
+        """Return the error of a failed save; None if it is committed or has not ended."""
+        self.retrieved = self.retrieved or self._done.done()
+        return self._done.exception() if self._done.done() else None
+
+
+def set_outcome(handle: SaveHandle, outcome: Saved | BaseException) -> None:
+    """Set the outcome of a save, unless it has one."""
+    with suppress(InvalidStateError):
+        if isinstance(outcome, Saved):
+            handle._done.set_result(outcome)  # noqa: SLF001 - not for users
+        else:
+            handle._done.set_exception(outcome)  # noqa: SLF001
+
+
+def wait_until_done(handle: SaveHandle) -> None:
+    """Wait until a save has ended, without raising its error."""
+    handle._done.exception()  # noqa: SLF001
