@@ -11,6 +11,7 @@ __all__ = [
     "CATALOG_DOCUMENT",
     "FINGERPRINT",
     "FLOATS",
+    "INTEGERS",
     "ITEMSIZE",
     "LINEAGE_KINDS",
     "MANIFEST",
@@ -136,6 +137,9 @@ FLOATS = frozenset(n for n in ITEMSIZE if n.startswith(("float", "bfloat", "comp
 
 #: The floats, real ones, of which an element is one number.
 NUMBERS = frozenset(n for n in FLOATS if "complex" not in n and not n.endswith(("_x2", "_packed")))
+
+#: The integers of whole bytes.
+INTEGERS = frozenset(n for n in ZARR_DTYPES if n.startswith(("int", "uint")))
 
 #: The dtypes of which PyTorch casts tensors.
 TORCH_NUMBERS = {n for n in TORCH_SAVE_DTYPES if not n.startswith("bits") and not n.endswith("_x2")}

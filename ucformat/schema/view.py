@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -186,6 +186,29 @@ class Cast(Written):
     )
 
 
+#: The dtypes of numbers of steps.
+Number = Literal["float32", "float64", "int32", "int64", "uint32", "uint64"]
+_NUMBER = "The dtype, to which the number is converted exactly; by default its own."
+
+
+class Give(Written):
+    """A tensor of one element becomes a state of others: {give: opt_state.0.count, to: "params.*", state: step}."""
+
+    give: Text = Field(description="The tensor; it goes.")
+    to: Names = Field(description="The tensors that get it. " + _NAMES)
+    state: Text = Field(description="The name of the state.")
+    dtype: Number | None = Field(None, description=_NUMBER)
+
+
+class Gather(Written):
+    """A state of one element, equal in all of these, becomes a tensor of its own: the reverse of give."""
+
+    gather: Names = Field(description="The tensors that have it; the state goes. " + _NAMES)
+    state: Text = Field(description="The name of the state.")
+    into: Text = Field(description="The name of the tensor.")
+    dtype: Number | None = Field(None, description=_NUMBER)
+
+
 class Mean(Written):
     """Tensors numbered 0, 1, 2, … become their mean: the paper's pattern *partial*."""
 
@@ -276,7 +299,7 @@ STEPS: dict[str, type[Written]] = {
             Stack,
             Unstack,
         ),
-        *(AliasStep, Untie, Cast, Mean, Compose, Preset),
+        *(AliasStep, Untie, Cast, Give, Gather, Mean, Compose, Preset),
     )
 }
 
@@ -308,6 +331,8 @@ Step = Annotated[
     | Annotated[AliasStep, Tag("alias")]
     | Annotated[Untie, Tag("untie")]
     | Annotated[Cast, Tag("cast")]
+    | Annotated[Give, Tag("give")]
+    | Annotated[Gather, Tag("gather")]
     | Annotated[Mean, Tag("mean")]
     | Annotated[Compose, Tag("compose")]
     | Annotated[Preset, Tag("preset")],

@@ -20,7 +20,7 @@ from ucformat.geometry.patterns import expand
 from ucformat.geometry.placement import compile_match
 from ucformat.geometry.tensor import Key
 from ucformat.geometry.view import BoxPair
-from ucformat.schema import CASTABLE, NUMBERS
+from ucformat.schema import CASTABLE, INTEGERS, NUMBERS
 from ucformat.schema import view as schema
 from ucformat.views.table import Formula, Picks, ViewedTensor, chosen, compose, part_of, renamed
 
@@ -229,6 +229,28 @@ def cast_view(table: ViewTable, name: str, view: View, dtype: str) -> View:
                 hint="only floating-point values are",
             )
     return table.computed(Formula(replace(view.info, dtype=dtype), "cast", (view,)))
+
+
+def one_value(
+    table: ViewTable, name: str, state: str, views: Sequence[View], dtype: str | None
+) -> View:
+    """Make a state of one element that all these are, converted exactly."""
+    for view in views:
+        if view.info.size != 1 or view.info.shape != views[0].info.shape:
+            raise LayoutError(
+                f"{view.info.key} has the shape {view.info.shape}, and should have one element"
+            )
+        if view.info.dtype != views[0].info.dtype:
+            raise LayoutError(
+                f"{view.info.key} is {view.info.dtype}, and {views[0].info.key} "
+                f"{views[0].info.dtype}"
+            )
+    info = replace(views[0].info, dtype=dtype or views[0].info.dtype)
+    if dtype is not None and views[0].info.dtype not in NUMBERS | INTEGERS:
+        raise LayoutError(f"{views[0].info.key} is {views[0].info.dtype}, which is no number")
+    if len(views) == 1 and info == views[0].info:
+        return renamed(views[0], name, state)
+    return renamed(table.computed(Formula(info, "equal", tuple(views))), name, state)
 
 
 def meaned(table: ViewTable, name: str, members: Named) -> ViewedTensor:
@@ -673,6 +695,37 @@ def _cast(table: ViewTable, step: schema.Cast, where: str) -> None:
     _each(table, where, step.cast, lambda n, e: cast(table, n, e, states.states(e), step.dtype))
 
 
+def _give(table: ViewTable, step: schema.Give, where: str) -> None:
+    _must_be_there(table, [step.give], where)
+    states = table.entries[step.give].states
+    if states.keys() != {"weight"}:
+        raise LayoutError(f"{step.give} has the states {', '.join(states)}, and not just weight")
+    out: dict[str, list[tuple[str, ViewedTensor]]] = {step.give: []}
+    for name, entry, _ in _Names(step.to).all_among(table):
+        if name == step.give:
+            continue
+        if step.state in entry.states:
+            raise LayoutError(f"{name} has a state {step.state} already")
+        own = one_value(table, name, step.state, [states["weight"]], step.dtype)
+        out[name] = [(name, replace(entry, states={**entry.states, step.state: own}))]
+    table.put(out, where)
+
+
+def _gather_state(table: ViewTable, step: schema.Gather, where: str) -> None:
+    out: dict[str, list[tuple[str, ViewedTensor]]] = {}
+    views: list[View] = []
+    for name, entry, _ in _Names(step.gather).all_among(table):
+        if step.state not in entry.states:
+            raise LayoutError(f"{name} has no state {step.state}")
+        views.append(entry.states[step.state])
+        left = {s: v for s, v in entry.states.items() if s != step.state}
+        out[name] = [(name, replace(entry, states=left))] if left else []
+    made = one_value(table, step.into, "weight", views, step.dtype)
+    first = next(iter(out))
+    out[first] = [(step.into, ViewedTensor({"weight": made}, step.into)), *out[first]]
+    table.put(out, where)
+
+
 def _compose(table: ViewTable, step: schema.Compose, where: str) -> None:
     used = dict.fromkeys(part.from_ for t in step.compose.values() for part in t.parts)
     _must_be_there(table, [*used, *(name for name in step.of if name not in used)], where)
@@ -711,6 +764,8 @@ _DO: dict[type, Callable[[ViewTable, Any, str], None]] = {
     schema.AliasStep: _alias,
     schema.Untie: _untie,
     schema.Cast: _cast,
+    schema.Give: _give,
+    schema.Gather: _gather_state,
     schema.Mean: _mean,
     schema.Compose: _compose,
 }

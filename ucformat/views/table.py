@@ -153,10 +153,13 @@ def mapped(runs: Sequence[Sequence[Run]], extents: Iterable[Extent]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A tensor made of others: its input cast to its dtype, the mean of its inputs, or indices taken of its input."""
+    """A tensor made of others: its input cast, the mean of its inputs or the one value of all, or indices of its input.
+
+    `equal` converts to the dtype exactly.
+    """
 
     info: TensorInfo
-    operation: Literal["cast", "mean", "take"]
+    operation: Literal["cast", "mean", "take", "equal"]
     inputs: tuple[View, ...]
     axes: tuple[Picks | None, ...] = ()  # of a take: the indices along each dim; None: all
 

@@ -300,7 +300,28 @@ def _mean(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
     return (total / wide.type(len(arrays))).astype(numpy_dtype(info.dtype))
 
 
-_OPERATIONS = {"cast": _cast, "mean": _mean}
+def _equal(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
+    """Convert the value that all have; UsageError if they differ, or the dtype does not have it."""
+    first, *others = arrays
+    if any(not np.array_equal(first, other) for other in others):
+        values = sorted({float(array.reshape(-1)[0]) for array in arrays})
+        raise UsageError(
+            f"{info.key} would have several values: {', '.join(f'{v:g}' for v in values[:_SHOWN])}",
+            hint="gather the state of those tensors that have the same, and drop it of the others",
+        )
+    with np.errstate(invalid="ignore", over="ignore"):
+        out = first.astype(numpy_dtype(info.dtype))
+        same = np.array_equal(out.astype(first.dtype), first)
+    if not same:
+        raise UsageError(
+            f"{info.key}: the value {first.reshape(-1)[0]} does not fit {info.dtype}",
+            hint="convert it to another dtype",
+        )
+    return out
+
+
+_SHOWN = 5  # values that an error lists
+_OPERATIONS = {"cast": _cast, "mean": _mean, "equal": _equal}
 
 
 class Viewed:
@@ -361,7 +382,7 @@ class Viewed:
         return (file for file, _ in self.computed(key) if file.formula.operation == "mean")
 
     def computed(self, key: Key) -> Iterator[tuple[ComputedFile, bool]]:
-        """The casts and means of which a tensor consists, wholly or in part.
+        """What is computed of which a tensor consists, wholly or in part.
 
         Yields:
             The computed tensor, and whether a step (rather than the source) asks for it.

@@ -695,7 +695,9 @@ def group_at(members: Members, timeout: float, call: str = "", name: str = "") -
 def _make(members: Members, timeout: float) -> Group:
     """A new group. Each rank counts its attempts in the store, so that after a failure all ranks use a new prefix."""
     store, ranks = members.store, members.ranks
-    name = f"ucformat/{'-'.join(map(str, ranks)) if len(ranks) < members.world else 'all'}/{timeout}"
+    name = (
+        f"ucformat/{'-'.join(map(str, ranks)) if len(ranks) < members.world else 'all'}/{timeout}"
+    )
     rank = ranks.index(members.rank)
     count = store.add(f"{name}/count/{rank}", 1) if len(ranks) > 1 else 1
     links = connect_by_store(members.below(f"{name}/{count}"), rank, len(ranks), timeout)
