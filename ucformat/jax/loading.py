@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -388,21 +389,26 @@ def _check_dtype(label: str, name: str) -> None:
         UsageError: it has none, or has them only in 64-bit mode.
     """
     dtype = numpy_dtype(name)
-    narrowed: Any = None
-    if dtype.name == name:
-        try:
-            narrowed = jax.dtypes.canonicalize_dtype(dtype)
-        except TypeError:
-            narrowed = None
-    if narrowed is None:
+    if not _has_arrays_of(name):
         raise UsageError(
             f"{label} is {name}, of which JAX has no arrays", hint="read it by ucformat.open"
         )
-    if narrowed != dtype:
+    if (narrowed := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
         raise UsageError(
             f"{label} is {name}, which JAX would narrow to {narrowed.name}",
             hint='jax.config.update("jax_enable_x64", True) at the start of the program; or cast it by a view',
         )
+
+
+@cache
+def _has_arrays_of(name: str) -> bool:
+    """Whether JAX has arrays of a dtype, be they narrowed; some it refuses only when it makes one."""
+    dtype = numpy_dtype(name)
+    try:
+        jax.numpy.asarray(np.zeros(2, dtype))
+    except (TypeError, RuntimeError):
+        return False
+    return dtype.name == name  # others are NumPy's integers that stand for a dtype of PyTorch
 
 
 @dataclass(slots=True)

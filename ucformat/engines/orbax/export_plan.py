@@ -31,7 +31,7 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.dtypes import dtype_name
 from ucformat.reading.readable import path_from_json
-from ucformat.reading.trees import tensor_keys
+from ucformat.reading.trees import JAX, tensor_keys
 from ucformat.reading.values import from_json, is_special, plain_form
 from ucformat.schema import ITEMSIZE, TENSORSTORE_DTYPES, ZARR_DTYPES
 
@@ -244,12 +244,12 @@ def _array_metadatas(leaves: Sequence[ExportLeaf], random_keys: Mapping[str, str
 
 # The tree that is exported to Orbax: its leaves, with their paths.
 #
-# What came from Orbax has its tree; so has what records the paths of a program's state. Other
+# What came from Orbax or JAX has its tree; so has what records the paths of a program's state. Other
 # checkpoints become `{"params": {name: weight}, "exp_avg": {name: tensor}, …}`, with names that
 # contain dots, and their values by name.
 
 
-_ORBAX = "orbax"  # the object with what the source found besides
+_NOTED_BY = ("orbax", JAX)  # the writers of trees, and the objects with what they noted besides
 _EMPTY_KINDS = {type(None): "None", dict: "Dict", list: "List"}
 
 
@@ -293,8 +293,8 @@ class OrbaxTree:
 
 def tree_of(source: Checkpoint, infos: Sequence[TensorInfo]) -> OrbaxTree:
     """The tree of a checkpoint."""
-    of_orbax = source.metadata.engine.get("name") == _ORBAX
-    beside = source.objects.get(_ORBAX) if of_orbax else None
+    writer = source.metadata.engine.get("name")
+    beside = source.objects.get(writer) if writer in _NOTED_BY else None
     recorded: dict[str, Any] = beside if isinstance(beside, dict) else {}
     kinds = {
         ".".join(map(str, path_from_json(path))): (path, kind)
@@ -303,7 +303,7 @@ def tree_of(source: Checkpoint, infos: Sequence[TensorInfo]) -> OrbaxTree:
     values = _Values({info.key: info for info in infos})
     values.left += [f"the item {name}" for name in recorded.get("items", {})]
     for name, value in source.objects.items():
-        if name != _ORBAX or not recorded:
+        if name != writer or not recorded:
             path, kind = kinds.pop(name, ([name], ""))
             values.add(path_from_json(path), value, kind)
     values.leaves += [ExportLeaf(path_from_json(path), kind, None) for path, kind in kinds.values()]

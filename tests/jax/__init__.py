@@ -1,0 +1,1 @@
+"""JAX programs on CPU: each starts anew, with the JAX that `make .engines/orbax/.installed` installs."""
