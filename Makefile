@@ -26,6 +26,7 @@ $(ENGINE): tests/engines/install_deepspeed.sh pyproject.toml constraints.txt
 	PYTHON=$(PYTHON) bash tests/engines/install_deepspeed.sh
 	touch $@
 
+# Orbax, JAX and optax; tests have them beside the packages of .venv
 $(ORBAX): tests/engines/install_orbax.sh
 	PYTHON=$(PYTHON) bash tests/engines/install_orbax.sh
 	touch $@
@@ -58,7 +59,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 ## test: the first tier, in about 10 minutes on two cores: every behaviour and every family once from end to end
-test: check $(ENGINE) $(MEGATRON)
+test: check $(ENGINE) $(ORBAX) $(MEGATRON)
 	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not matrix"
 

@@ -77,6 +77,16 @@ def test_every_public_name_of_the_training_loop_is_documented() -> None:
     assert all(getattr(ucformat.torch, name).__doc__ for name in ucformat.torch.__all__)
 
 
+def test_every_public_name_of_jax_is_documented() -> None:
+    """Without importing JAX, which `.venv` does not have."""
+    code = (ROOT / "ucformat/jax/__init__.py").read_text()
+    (listed,) = re.findall(r"^__all__ = \[(.*?)\]", code, re.MULTILINE | re.DOTALL)
+    names = re.findall(r'"(\w+)"', listed)
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert [n for n in names if f"ucformat.jax.{n}" not in text] == []
+    assert names == sorted(names)
+
+
 def modules() -> list[str]:
     """Where users find the public names of the registered integrations."""
     if find_spec("torch") is None:

@@ -62,6 +62,10 @@ ALLOWED: dict[str, set[str]] = {
         *("_version", "catalog", "references", "redacted", "registry", "settings", "exporters"),
         "jobs",
     },
+    "jax": {
+        *("errors", "geometry", "storage", "reading", "checkpoint", "references", "torch"),
+        *("schema", "jobs"),
+    },
     "settings": {"errors", "durable"},
     "catalog": {"schema", "errors", "redacted", "settings", "migrations", "config_files"},
     "migrations": set(),
@@ -112,6 +116,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli": {"click", "rich", "numpy", "yaml"},
     "settings": {"platformdirs"},
     "testing": {"numpy", "pytest", "torch"},
+    "jax": {"jax", "numpy"},
     "torch": {"numpy", "pydantic", "torch"},
     "_version": set(),
     "__init__": set(),

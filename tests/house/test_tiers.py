@@ -45,6 +45,8 @@ FAMILIES = {
     "trainers of Hugging Face": "engines/huggingface/test_live.py::test_hugging_face",
     "Lightning": "engines/lightning/test_live.py::test_lightning",
     "torchtitan": "engines/torchtitan/test_live.py::test_torchtitan",
+    "JAX": "jax/test_resume.py::test_the_guide_and_what_it_claims",
+    "processes of JAX": "jax/test_processes.py::test_two_processes_with_two_devices_each",
     "modules of FSDP1": "torch/test_fsdp1.py::test_each_kind_saves_what_one_process_has",
     "stages of a pipeline": "torch/test_torch_states.py::test_several_stages_on_a_rank",
     "stock loaders": "torch/integrations/test_stock_loaders.py::test_a_model_of_a_trainer_is_loaded",

@@ -41,7 +41,7 @@ def test_two_processes_with_two_devices_each(tmp_path: Path) -> None:
 def test_other_processes_load_it(form: str, tmp_path: Path) -> None:
     run_jax("processes_program", "save_and_load", tmp_path, form, processes=4, devices=2)
     check(tmp_path / form)
-    for processes, devices in ((1, 1), (1, 8), (2, 4), (4, 1)):
+    for processes, devices in ((1, 1), (2, 4)):
         run_jax("processes_program", "loads", tmp_path / form, processes=processes, devices=devices)
 
 

@@ -182,6 +182,77 @@ class TestStates:
             ck.view([{"fuse": "/a/", "and": ["b"], "into": "ab"}])
 
 
+class TestGivenAndGathered:
+    """Numbers of steps: one tensor for all parameters, or a state of each."""
+
+    give: ClassVar = {"give": "count", "to": "p.*", "state": "step", "dtype": "float32"}
+    gather: ClassVar = {"gather": "p.*", "state": "step", "into": "count", "dtype": "int32"}
+
+    def counted(self, count: Any = 3, dtype: str = "int32", **others: Any) -> Checkpoint:
+        arrays = {("p.a", "weight"): counting(2), ("p.b", "weight"): counting(3)}
+        arrays["count", "weight"] = np.array(count, dtype)
+        return checkpoint(arrays | {(n, "weight"): a for n, a in others.items()})
+
+    def stepped(self, *steps: Any, dtype: str = "float32") -> Checkpoint:
+        arrays = {(f"p.{n}", "weight"): counting(2) for n in range(len(steps))}
+        return checkpoint(
+            arrays | {(f"p.{n}", "step"): np.array(s, dtype) for n, s in enumerate(steps)}
+        )
+
+    def test_there_and_back(self) -> None:
+        given = self.counted(7).view([self.give])
+        assert list(given) == ["p.a", "p.b"]
+        for name in given:
+            assert given.states(name) == ["weight", "step"]
+            assert same(given[name, "step"].read(), np.array(7, "float32"))
+        back = given.view([self.gather])
+        assert {name: back.states(name) for name in back} == {
+            n: ["weight"] for n in ("count", "p.a", "p.b")
+        }
+        assert same(back["count"].read(), np.array(7, "int32"))
+        plain = self.counted(7).view([{k: v for k, v in self.give.items() if k != "dtype"}])
+        assert same(plain["p.b", "step"].read(), np.array(7, "int32"))
+
+    def test_they_must_be_equal_and_fit(self) -> None:
+        assert self.stepped(4, 4, 4).view([self.gather])["count"].read() == 4
+        for steps, message in (
+            ((4, 4, 5), "count .* several values: 4, 5"),
+            ((4.5, 4.5), r"4\.5 does not fit int32"),
+            ((np.nan,), "nan does not fit int32"),
+            ((2.0**31,), "does not fit int32"),
+        ):
+            view = self.stepped(*steps).view([self.gather])
+            with pytest.raises(UsageError, match=message):
+                view["count"].read()
+        with pytest.raises(UsageError, match="16777217 does not fit float32"):
+            self.counted((1 << 24) + 1).view([self.give])["p.a", "step"].read()
+
+    def test_what_has_no_such_number_is_refused(self) -> None:
+        for ck, step, message in (
+            (self.counted([1, 2]), self.give, r"has the shape \(2,\), and should have one element"),
+            (self.counted(), self.give | {"give": "other"}, "needs other"),
+            (self.counted(), self.give | {"to": "q.*"}, "no tensor is called q"),
+            (self.counted(dtype="bool"), self.give, "is bool, which is no number"),
+            (self.stepped(1), self.give | {"give": "p.0"}, "has the states weight, step"),
+            (self.stepped(1), self.gather | {"state": "lr"}, "p.0 has no state lr"),
+            (self.stepped(1), self.gather | {"into": "p.0"}, "would be called p.0"),
+        ):
+            with pytest.raises(LayoutError, match=message):
+                ck.view([step])
+        with pytest.raises(LayoutError, match="has a state step already"):
+            self.counted().view([self.give | {"dtype": "int32"}]).view(
+                [{"gather": "p.a", "state": "step", "into": "n"}, self.give | {"give": "n"}]
+            )
+        mixed = checkpoint(
+            {
+                ("p.0", "step"): np.array(1, "float32"),
+                ("p.1", "step"): np.array(1, "float64"),
+            }
+        )
+        with pytest.raises(LayoutError, match=r"is float64, and .* float32"):
+            mixed.view([self.gather])
+
+
 class TestTies:
     """A further name is renamed and cut as what it stands for, and stays one."""
 

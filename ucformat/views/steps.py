@@ -245,11 +245,12 @@ def one_value(
                 f"{view.info.key} is {view.info.dtype}, and {views[0].info.key} "
                 f"{views[0].info.dtype}"
             )
-    info = replace(views[0].info, dtype=dtype or views[0].info.dtype)
-    if dtype is not None and views[0].info.dtype not in NUMBERS | INTEGERS:
-        raise LayoutError(f"{views[0].info.key} is {views[0].info.dtype}, which is no number")
-    if len(views) == 1 and info == views[0].info:
+    own = views[0].info
+    if dtype is not None and own.dtype not in NUMBERS | INTEGERS:
+        raise LayoutError(f"{own.key} is {own.dtype}, which is no number")
+    if len(views) == 1 and dtype in (None, own.dtype):
         return renamed(views[0], name, state)
+    info = replace(own, name=name, state=state, dtype=dtype or own.dtype)
     return renamed(table.computed(Formula(info, "equal", tuple(views))), name, state)
 
 
