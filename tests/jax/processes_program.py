@@ -149,6 +149,8 @@ def fails_together(folder: str) -> None:
         ucformat.jax.save({"w": np.ones(3), "b": b"" if own == 1 else "text"}, place)
     with pytest.raises(UcformatError, match="step"):
         ucformat.jax.save({"w": np.ones(3), "step": own}, place)
+    with pytest.raises(UsageError, match="b is a bytes"):
+        ucformat.jax.async_save({"w": np.ones(3), "b": b"" if own == 1 else "text"}, place)
     handle = ucformat.jax.async_save({"w": np.full(3, own)}, place)
     with pytest.raises(UsageError, match=r"w \(weight\) has a different value"):
         handle.wait()

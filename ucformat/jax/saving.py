@@ -11,7 +11,7 @@ import numpy as np
 
 from ucformat.errors import UsageError, check_keywords, refuse_arguments
 from ucformat.jax.ranks import processes_for_call
-from ucformat.jax.shards import mesh_axes, parts_of
+from ucformat.jax.shards import begin_copy, mesh_axes, parts_of
 from ucformat.jax.trees import infos_of, leaves_of, random_keys_of
 from ucformat.reading.dtypes import dtype_name
 from ucformat.reading.readable import path_to_json
@@ -102,40 +102,39 @@ def async_save(
 
     Raises:
         UsageError: a leaf cannot be saved, or an argument is invalid.
-        UcformatError: an earlier `async_save` failed, and its error was not retrieved.
+        UcformatError: an earlier `async_save` failed, and its error was not retrieved from the
+            handle on some process. Every process gets the same error.
     """
     begun = time.monotonic()
     _check_arguments("async_save", arguments)
     timeout = arguments.get("timeout", TIMEOUT)
+    with processes_for_call("async_save", url, timeout) as ranks:
+        with ranks.sharing_errors():
+            _wait_for_earlier()
+            collected = _collect(state, url, arguments, copy=True)
+        ranks.combine(None)  # what others could not collect is raised here
+    handle = SaveHandle(path_text(url), time.monotonic() - begun)
+
+    def write() -> None:
+        try:
+            with processes_for_call("async_save", url, timeout) as ranks:
+                set_outcome(handle, write_checkpoint(*collected, ranks))
+        except BaseException as error:  # noqa: BLE001 - the handle raises it
+            set_outcome(handle, error)
+
+    _in_flight.append(handle)
+    _writing.submit(write)
+    return handle
+
+
+def _wait_for_earlier() -> None:
+    """Wait until the saves in the background have ended; raises the error of one that was not retrieved."""
     while _in_flight:
         earlier = _in_flight.pop()
         wait_until_done(earlier)
         retrieved, error = earlier.retrieved, earlier.error()
         if error is not None and not retrieved:
             raise error
-    failure: Exception | None = None
-    collected: _Collected | None = None
-    try:
-        collected = _collect(state, url, arguments, copy=True)
-    except Exception as error:  # noqa: BLE001 - raised below, and on all processes
-        failure = error
-    handle = SaveHandle(path_text(url), time.monotonic() - begun)
-
-    def write() -> None:
-        try:
-            with processes_for_call("async_save", url, timeout) as ranks:
-                if collected is None:
-                    ranks.combine(failure)
-                else:
-                    set_outcome(handle, write_checkpoint(*collected, ranks))
-        except BaseException as error:  # noqa: BLE001 - the handle raises it
-            set_outcome(handle, error)
-
-    _writing.submit(write)
-    if failure is not None:
-        raise failure
-    _in_flight.append(handle)
-    return handle
 
 
 def _check_arguments(call: str, arguments: SaveArguments) -> None:
@@ -157,8 +156,9 @@ def _collect(
     for leaf in arrays:
         _check_values(leaf)
     infos = infos_of(arrays)
-    # all of them on the way to the host before one is waited for
     values = [jax.random.key_data(a.value) if a.is_random_key else a.value for a in arrays]
+    for value in values:  # all are on the way to the host before one is waited for
+        begin_copy(value)
     held = [parts_of(value, copy=copy) for value in values]
     numbers: dict[Distribution | None, int] = {None: -1}
     for part in held:

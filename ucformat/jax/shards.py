@@ -33,6 +33,20 @@ class HeldParts(NamedTuple):
     distribution: Distribution | None
 
 
+def begin_copy(array: Any) -> None:
+    """Begin to copy what this process holds of an array to the host."""
+    if not isinstance(array, np.ndarray):
+        for data in _shards(array).values():
+            data.copy_to_host_async()
+
+
+def _shards(array: Any) -> dict[Box, Any]:
+    """The boxes with elements that this process holds, with one of the devices' data each."""
+    shape = tuple(array.shape)
+    shards = {box_of(shard.index, shape): shard.data for shard in array.addressable_shards}
+    return {box: data for box, data in shards.items() if box.size}
+
+
 def parts_of(array: Any, *, copy: bool = False) -> HeldParts:
     """Return what this process holds of an array; boxes that several devices hold once.
 
@@ -41,15 +55,11 @@ def parts_of(array: Any, *, copy: bool = False) -> HeldParts:
     """
     if isinstance(array, np.ndarray):
         return HeldParts(_whole(array.shape), _bytes(array, copy=copy), None)
-    shape = tuple(array.shape)
-    shards = {box_of(shard.index, shape): shard.data for shard in array.addressable_shards}
-    shards = {box: data for box, data in shards.items() if box.size}
+    shape, shards = tuple(array.shape), _shards(array)
     distribution = distribution_of(array.sharding)
     if not shards:  # other processes have it, or it has no elements
         nothing = _whole(shape) if 0 in shape else ()
         return HeldParts(nothing, np.empty(0, np.uint8), distribution)
-    for data in shards.values():
-        data.copy_to_host_async()
     if len(shards) == 1:
         ((box, data),) = shards.items()
         return HeldParts(_dense([box]), _bytes(np.asarray(data), copy=copy), distribution)
