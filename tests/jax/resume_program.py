@@ -65,7 +65,7 @@ def torch_step(model: Mlp, optimizer: torch.optim.Optimizer) -> float:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return loss.item()
+    return float(loss)
 
 
 def check_equal(params: Any, opt_state: Any, model: Mlp, optimizer: torch.optim.Optimizer) -> None:

@@ -203,11 +203,7 @@ def _assign_places(store: MeetingStore, size: int, timeout: float) -> None:
         why = f"rank {_first_missing(store, names)} did not join rank 0 within {timeout:g} s"
         _set_all(store, places, [json.dumps(f"{why} ({str(error).splitlines()[0][:200]})")] * size)
         return
-    extended = store.has_extended_api()
-    hosts = [
-        Host(*json.loads(h))
-        for h in (store.multi_get(names) if extended else map(store.get, names))
-    ]
+    hosts = [Host(*json.loads(h)) for h in _get_all(store, names)]
     identities = [h.identity for h in hosts]
     parents = parents_of(identities)
     children: list[list[int]] = [[] for _ in hosts]
@@ -224,6 +220,13 @@ def _assign_places(store: MeetingStore, size: int, timeout: float) -> None:
         places,
         [json.dumps(place) for place in zip(parents, children, others, host_ranks, strict=True)],
     )
+
+
+def _get_all(store: Any, names: list[str]) -> Iterable[bytes]:
+    values: Iterable[bytes] = (
+        store.multi_get(names) if store.has_extended_api() else map(store.get, names)
+    )
+    return values
 
 
 def _set_all(store: Any, names: list[str], values: list[str]) -> None:
