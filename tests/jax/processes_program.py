@@ -193,7 +193,7 @@ def one_dies(folder: str) -> None:
     """A process that dies leaves no checkpoint, and the others learn which one it was."""
     mesh = Mesh(np.array(jax.devices()), ("x",))
     state = {"w": made(numbers(1024, 1024), NamedSharding(mesh, PartitionSpec("x")))}
-    ucformat.jax.save({"n": 1}, f"{folder}/before")
+    ucformat.jax.save({"n": 1}, f"{folder}/before", timeout=60)  # the same connections
     if jax.process_index() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(UcformatError, match="rank 1 died"):
