@@ -186,7 +186,7 @@ def is_refused(folder: str) -> None:
     gone = jnp.ones(3)
     gone.delete()
     place = f"{folder}/none"
-    x = jnp.ones(3)
+    x, unknown = jnp.ones(3), dict[str, Any](nonsense=1)
     refused: list[tuple[str, Any]] = [
         ("params.w has been deleted: its memory was donated", {"params": {"w": gone}}),
         ("f is a function, which is not saved", {"f": numbers}),
@@ -207,7 +207,7 @@ def is_refused(folder: str) -> None:
     with pytest.raises(UsageError, match=r"ucformat\.jax\.save does not take names"):
         ucformat.jax.save({"w": x}, place, names={})
     with pytest.raises(TypeError, match="nonsense"):
-        ucformat.jax.save({"w": x}, place, nonsense=1)
+        ucformat.jax.save({"w": x}, place, **unknown)
     assert not Path(place).exists()
     loads_are_refused(folder)
 
