@@ -104,9 +104,9 @@ def save_and_load(folder: str, form: Any) -> None:
     assert loaded.state["own"].tolist() == [0, 1, 2, 3, 4]
 
 
-def describes_what_it_holds() -> None:
-    """The description of a sharding is that of the boxes, wherever a process has a block of the mesh."""
-    described_ones = 0
+def describes_what_it_holds(place: str) -> None:
+    """The description of a sharding is that of the boxes, wherever a process has a block of the mesh, and is saved."""
+    described_ones: list[str] = []
     for name, array in arrays().items():
         distribution = distribution_of(array.sharding)
         boxes = tuple(piece.box for piece in parts_of(array).pieces)
@@ -116,11 +116,16 @@ def describes_what_it_holds() -> None:
         at = distribution.mesh.coordinate(jax.process_index())
         assert at is not None
         if distribution.boxes(SHAPE, at) == boxes:
-            described_ones += 1
+            described_ones.append(f"sharded.{name}")
         else:  # an axis inside of a process cuts before one between processes
             assert "('y', 'x')" in name or "('x', 'y')" in name, name
             assert len(boxes) > 1, name
-    assert described_ones > 40
+    assert len(described_ones) > 40
+    universal = ucformat.open(place).universal
+    assert universal is not None
+    tensors, stored = universal.metadata.tensor_list.tensors, universal.sidecar().described
+    assert stored is not None
+    assert {tensors[row.tensor].name for row in stored.rows} >= {*described_ones}
 
 
 def reads_its_own_bytes(folder: str) -> None:
@@ -165,7 +170,7 @@ def fails_together(folder: str) -> None:
 def first_tier(folder: str) -> None:
     for form in ("zarr", "packed"):
         save_and_load(folder, form)
-    describes_what_it_holds()
+    describes_what_it_holds(f"{folder}/packed")
     reads_its_own_bytes(folder)
     fails_together(folder)
     assert "torch.nn" not in sys.modules
