@@ -32,7 +32,7 @@ class TPSharding:
 
     Equal boxes of several ranks are replicas. `padding`: regions of rows that files hold beyond the
     end of the tensor. `mean`: the tensor is the mean of the ranks' values. `scaled`: stored values
-    must be multiplied by a factor.
+    are those of the tensor times a factor; `factor` is that, or 0 if not all have the same.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +41,7 @@ class TPSharding:
     padding_rows: int = 0
     mean: bool = False
     scaled: bool = False
+    factor: float = 0.0
     why: str = ""
 
     def because(self, why: str) -> TPSharding:

@@ -194,6 +194,8 @@ class CheckpointMetadata:
     files: tuple[str, ...] = ()  # keys of all files of the checkpoint
     #: Tensors that are the mean of several stored contributions, which are not in the tensor list.
     means: Mapping[Key, tuple[Key, ...]] = field(default_factory=dict)
+    #: Of some of these, which have one contribution: the power of two by which it is divided.
+    factors: Mapping[Key, float] = field(default_factory=dict)
     save_id: str = ""  # the writer's unique id of the save, if it has one
     folder: str = ""  # the checkpoint's folder or file if the store's root is above it
     #: Tensors that the checkpoint has and that cannot be read, with the reason. They are not in the

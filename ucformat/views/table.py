@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import LayoutError
@@ -153,15 +154,16 @@ def mapped(runs: Sequence[Sequence[Run]], extents: Iterable[Extent]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A tensor made of others: its input cast, the mean of its inputs or the one value of all, or indices of its input.
+    """A tensor made of others: its input cast or divided, the mean of its inputs, the one value of all, or indices.
 
     `equal` converts to the dtype exactly.
     """
 
     info: TensorInfo
-    operation: Literal["cast", "mean", "take", "equal"]
+    operation: Literal["cast", "mean", "take", "equal", "divide"]
     inputs: tuple[View, ...]
     axes: tuple[Picks | None, ...] = ()  # of a take: the indices along each dim; None: all
+    factor: float = 1.0  # of a divide, a power of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,11 @@ class ViewTable:
 
     @classmethod
     def of(
-        cls, tensor_list: TensorList, aliases: Mapping[str, str], means: Mapping[Key, Sequence[Key]]
+        cls,
+        tensor_list: TensorList,
+        aliases: Mapping[str, str],
+        means: Mapping[Key, Sequence[Key]],
+        factors: Mapping[Key, float] = MappingProxyType({}),
     ) -> ViewTable:
         """The table of a source."""
         table = cls({})
@@ -258,7 +264,12 @@ class ViewTable:
                 inputs = tuple(
                     identity(replace(info, name=k.name, state=k.state)) for k in means[info.key]
                 )
-                view = table.computed(Formula(info, "mean", inputs))
+                factor = factors.get(info.key)
+                view = table.computed(
+                    Formula(info, "mean", inputs)
+                    if factor is None
+                    else Formula(info, "divide", inputs, factor=factor)
+                )
             else:
                 view = identity(info)
             states.setdefault(info.name, {})[info.state] = view
@@ -273,7 +284,7 @@ class ViewTable:
         info = formula.info
         inputs = tuple((view.info.shape, view.parts) for view in formula.inputs)
         key = self._known.setdefault(
-            (formula.operation, info.dtype, inputs, formula.axes),
+            (formula.operation, info.dtype, inputs, formula.axes, formula.factor),
             Key(info.name, f"{info.state}={formula.operation}{len(self.formulas)}"),
         )
         self.formulas.setdefault(key, formula)

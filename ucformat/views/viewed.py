@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucformat.errors import UsageError
+from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.box import Box, offset_of, row_major
 from ucformat.geometry.flat_buffer import flat_boxes
 from ucformat.geometry.tensor import Extent, Key, Piece, TensorInfo, TensorList, single_extents
@@ -269,13 +269,13 @@ class ComputedStore(SyntheticStore):
                 read_flat(self, view.info, extents(None), first, last)
                 for view, extents in zip(file.formula.inputs, file.inputs, strict=True)
             ]
-            values = _OPERATIONS[file.formula.operation](arrays, info)
+            values = _OPERATIONS[file.formula.operation](arrays, file.formula)
         return values.view(np.uint8)[offset - first * unit :][:nbytes].data
 
 
-def _cast(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
+def _cast(arrays: Sequence[NDArray[Any]], formula: Formula) -> NDArray[Any]:
     """Round to nearest, ties to even; raise UsageError if a finite value would become infinite or NaN."""
-    (array,) = arrays
+    (array,), info = arrays, formula.info
     with np.errstate(over="ignore", invalid="ignore"):
         out = array.astype(numpy_dtype(info.dtype))
         lost = np.isfinite(array) & ~np.isfinite(out)
@@ -287,7 +287,7 @@ def _cast(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
     return out
 
 
-def _mean(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
+def _mean(arrays: Sequence[NDArray[Any]], formula: Formula) -> NDArray[Any]:
     """Sum in order, in float32 (float64 for float64 tensors), and divide by the number of tensors."""
     wide = (
         np.result_type(np.float32, arrays[0].dtype)
@@ -297,12 +297,12 @@ def _mean(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
         total += array.astype(wide)
-    return (total / wide.type(len(arrays))).astype(numpy_dtype(info.dtype))
+    return (total / wide.type(len(arrays))).astype(numpy_dtype(formula.info.dtype))
 
 
-def _equal(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
+def _equal(arrays: Sequence[NDArray[Any]], formula: Formula) -> NDArray[Any]:
     """Convert the value that all have; UsageError if they differ, or the dtype does not have it."""
-    first, *others = arrays
+    (first, *others), info = arrays, formula.info
     if any(not np.array_equal(first, other) for other in others):
         values = sorted({float(array.reshape(-1)[0]) for array in arrays})
         raise UsageError(
@@ -320,8 +320,24 @@ def _equal(arrays: Sequence[NDArray[Any]], info: TensorInfo) -> NDArray[Any]:
     return out
 
 
+def _divide(arrays: Sequence[NDArray[Any]], formula: Formula) -> NDArray[Any]:
+    """Divide by a power of two; raise UnsupportedError if a value would not be exact."""
+    (array,), info = arrays, formula.info
+    wide = array.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        out = (wide / formula.factor).astype(numpy_dtype(info.dtype))
+        lost = (out.astype(np.float64) * formula.factor != wide) & ~np.isnan(wide)
+    if lost.any():
+        raise UnsupportedError(
+            f"{info.key}: {array[lost][0]} is {formula.factor} times a value that is not exactly a "
+            f"{info.dtype}",
+            hint="what was scaled before it was saved cannot be restored; leave the tensor out by a view",
+        )
+    return out
+
+
 _SHOWN = 5  # values that an error lists
-_OPERATIONS = {"cast": _cast, "mean": _mean, "equal": _equal}
+_OPERATIONS = {"cast": _cast, "mean": _mean, "equal": _equal, "divide": _divide}
 
 
 class Viewed:
@@ -334,7 +350,10 @@ class Viewed:
 
     def __init__(self, base: Readable, steps: Sequence[Labelled]) -> None:
         self.base, self.kind, self.steps = base, base.kind, tuple(steps)
-        table = ViewTable.of(base.metadata.tensor_list, base.metadata.aliases, base.metadata.means)
+        metadata = base.metadata
+        table = ViewTable.of(
+            metadata.tensor_list, metadata.aliases, metadata.means, metadata.factors
+        )
         self.taken = apply(table, self.steps)
         stored, aliases = table.tied()
         self._views = {Key(n, s): v for n, entry in stored.items() for s, v in entry.states.items()}
@@ -495,6 +514,7 @@ def _view_metadata(
         aliases=aliases,
         groups=groups,
         means={},
+        factors={},
         paths={},
         places=(),
         fingerprints={},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,7 @@ class OpenDeepSpeed(IndexedSource):
             engine={"name": "deepspeed", "version": str(first.model.value.get("ds_version", ""))},
             files=files.all,
             means=merged.means,
+            factors=merged.factors,
             folder=files.tag,
         )
 
@@ -232,6 +234,7 @@ class Merged:
     ) -> None:
         self.contents = TensorIndex()
         self.means: dict[Key, tuple[Key, ...]] = {}
+        self.factors: dict[Key, float] = {}
         self._store, self._resolver = store, resolver
         self._homes: dict[str, Sequence[Slice]] = {}  # the first stage that holds a parameter
         for rank_slice in chain(*stages):
@@ -297,10 +300,15 @@ class Merged:
                 self.contents.locate.setdefault(part, rank_slice.contents.locate[key])
             self.means[key] = parts
             return
+        tensor = _MergedTensor(self._store, info, slices, sharding.regions)
         if sharding.scaled:
             self._put(info, lambda _: _refuse_scaled(key))
+            # Scaling a parameter scales its moments otherwise, and its learning rate.
+            if key.state in ("weight", "master") and _is_power_of_two(sharding.factor):
+                part = key.partial(0)
+                self.contents.locate.setdefault(part, tensor.extents)
+                self.means[key], self.factors[key] = (part,), sharding.factor
             return
-        tensor = _MergedTensor(self._store, info, slices, sharding.regions)
         self._put(info, tensor.extents)
         if sharding.padding_rows:
             spare = TensorInfo(*key.padding, info.dtype, sharding.padding_shape)
@@ -450,10 +458,15 @@ def _refuse_mean(key: Key, parts: Sequence[Key]) -> Iterator[Extent]:
     )
 
 
+def _is_power_of_two(factor: float) -> bool:
+    """Whether dividing by a factor loses no bits but by overflow."""
+    return math.isfinite(factor) and math.frexp(factor)[0] == 0.5
+
+
 def _refuse_scaled(key: Key) -> Iterator[Extent]:
     raise UnsupportedError(
-        f"{key} is scaled, according to the affine map of the checkpoint, so it is not read in "
-        "place",
+        f"{key} is scaled, according to the affine map of the checkpoint: only weights are restored, "
+        "if all ranks have them times the same power of two",
         hint="DeepSpeed's own converter undoes it for weights; it refuses optimizer states, too",
     )
 

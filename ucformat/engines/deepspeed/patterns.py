@@ -279,7 +279,8 @@ def affine_sharding(entry: Any, shapes: Shapes) -> TPSharding:
         ranks = {int(rank): described for rank, described in entry["ranks"].items()}
         if sorted(ranks) != list(range(len(shapes))):
             raise LayoutError(f"its affine map is for {len(ranks)} ranks, not for {len(shapes)}")
-        regions, scaled = [], False
+        regions: list[tuple[BoxPair, ...]] = []
+        scales: set[float] = set()
         for rank, local in enumerate(shapes):
             parts: list[BoxPair] = []
             if _sizes(ranks[rank]["shard_shape"]) != local:
@@ -292,7 +293,7 @@ def affine_sharding(entry: Any, shapes: Shapes) -> TPSharding:
             for piece in ranks[rank]["pieces"]:
                 source, target = ((int(o), _sizes(s)) for o, s in (piece["source"], piece["dest"]))
                 parts += strided_regions(shape, local, _sizes(piece["shape"]), source, target)
-                scaled = scaled or float(piece.get("scale", 1.0)) != 1.0
+                scales.add(float(piece.get("scale", 1.0)))
             info = TensorInfo("the part of a rank", "weight", "uint8", local)
             prove(info, enumerate(part.box for part in parts))
             regions.append(tuple(parts))
@@ -302,7 +303,8 @@ def affine_sharding(entry: Any, shapes: Shapes) -> TPSharding:
         raise LayoutError(f"its affine map is invalid ({type(error).__name__}: {error})") from error
     first = dict.fromkeys(part.target for parts in regions for part in parts)
     prove(TensorInfo("it", "weight", "uint8", shape), enumerate(first))
-    return replace(TPSharding(shape, tuple(regions)), scaled=scaled)
+    factor = next(iter(scales)) if len(scales) == 1 else 0.0
+    return replace(TPSharding(shape, tuple(regions)), scaled=scales != {1.0}, factor=factor)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
