@@ -488,7 +488,7 @@ def test_the_writer_stages_what_is_saved_in_the_background(tmp_path: Path, cache
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"_extensions": [Rot13Example()]}, "stream.rot13"),
+        ({"_extensions": [Rot13Example()], "step": 3, "form": "packed"}, "no step, form"),
         ({"_extensions": [object()]}, "object"),
         ({"serialization_format": SerializationFormat.SAFETENSORS}, "SAFETENSORS"),
         ({"thread_count": 0}, "thread_count"),

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.state_dict_loader import (
     _load_state_dict_from_keys,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.testing._internal.distributed.checkpoint_utils import Rot13Example
 
 import ucformat.torch as ucf
 
@@ -383,21 +381,3 @@ def test_our_reader_gives_back_what_the_stock_writer_wrote(
 ) -> None:
     stock = outcome(do, STOCK, tmp_path / "stock")
     assert outcome(do, (STOCK[0], OURS[1]), tmp_path / "ours") == stock
-
-
-def test_what_was_written_through_a_stream_extension_is_read_by_the_stock_class_if_it_is_trusted(
-    tmp_path: Path,
-) -> None:
-    dcp.save(
-        state_of(1),
-        storage_writer=dcp.FileSystemWriter(tmp_path / "ck", _extensions=[Rot13Example()]),
-    )
-    registry = ExtensionRegistry()
-    registry.register(Rot13Example)
-    state = state_of(5)
-    with pytest.raises(CheckpointException, match="trust=True"):
-        dcp.load(state, storage_reader=ucf.Reader(tmp_path / "ck", registry))
-    dcp.load(state, storage_reader=ucf.Reader(tmp_path / "ck", registry, trust=True))
-    assert lines(state["net"]) == lines(state_of(1)["net"])
-    with pytest.raises(CheckpointException, match="rot13"):
-        dcp.load(state, storage_reader=ucf.Reader(tmp_path / "ck", trust=True))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ucformat.checkpoint import Checkpoint
+from ucformat.engines.pytorch.dcp_streams import open_transformed
 from ucformat.errors import (
     PermissionDenied,
     StateMismatch,
@@ -84,8 +85,7 @@ class Reader(StorageReader):
         path: a checkpoint of any kind that `ucformat.open` opens, a reference to one, or an open
             checkpoint. A `checkpoint_id` passed to DCP replaces it.
         _extension_registry: the stream extensions with which `FileSystemWriter` wrote the
-            checkpoint, if they are not PyTorch's own. Such a checkpoint needs `trust=True`, since
-            `FileSystemReader` itself reads it.
+            checkpoint, if they are not PyTorch's own.
         rename: maps names of the checkpoint to names of the state: a function, or `{regex:
             replacement}`, where the regex matches the whole name.
         cast: cast tensors to the dtypes of the state, as `FileSystemReader` does; False: another
@@ -114,7 +114,6 @@ class Reader(StorageReader):
         self._verify = check_verify(verify)
         self._entries: Entries | None = None
         self._extensions = _extension_registry
-        self._stock: FileSystemReader | None = None  # reads a checkpoint with stream extensions
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -137,7 +136,7 @@ class Reader(StorageReader):
         if checkpoint_id is not None:
             self._url = checkpoint_id
         self.load_id = uuid4().hex
-        self._entries = self._stock = None
+        self._entries = None
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:  # noqa: ARG002 - `kwargs` would mean metadata by rank
         """Open the checkpoint, and return its metadata; entries are resolved when DCP looks them up.
@@ -152,10 +151,7 @@ class Reader(StorageReader):
         try:
             ck = self._url if isinstance(self._url, Checkpoint) else open_reference(self._url)
         except TransformedItems:
-            if not self._trust:
-                raise
-            self._stock = FileSystemReader(str(self._url), self._extensions)
-            return self._stock.read_metadata()
+            ck = open_transformed(cast("Any", self._url), self._extensions)
         self._entries = Entries(ck, stored_names(ck, self._rename))
         return Metadata(
             state_dict_metadata=cast("Any", self._entries),
@@ -164,17 +160,8 @@ class Reader(StorageReader):
             version=CURRENT_DCP_VERSION,
         )
 
-    def set_up_storage_reader(
-        self,
-        metadata: Metadata,
-        is_coordinator: bool,  # noqa: FBT001
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """Do nothing, since the checkpoint is open, except for a checkpoint with stream extensions."""
-        if not isinstance(metadata.state_dict_metadata, Entries):
-            self._stock = self._stock or FileSystemReader(str(self._url), self._extensions)
-            self._stock.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing, since the checkpoint is open."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan unchanged."""
@@ -194,8 +181,6 @@ class Reader(StorageReader):
             Conflict: a file of the checkpoint has changed since it was opened.
             UsageError: `read_metadata` was not called.
         """
-        if self._stock is not None:
-            return self._stock.read_data(plan, planner)
         entries = self._entries
         if entries is None:
             raise UsageError(

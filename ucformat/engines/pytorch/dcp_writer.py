@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ucformat.engines.pytorch.dcp_streams import check_place, stream_writer
 from ucformat.engines.pytorch.source import Dcp
 from ucformat.errors import Conflict, LayoutError, UcformatError, UsageError
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from os import PathLike
 
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
@@ -99,8 +101,9 @@ class Writer(StorageWriter, BlockingAsyncStager):
         overwrite: replace an existing checkpoint, which stays intact until the new one is
             committed. A checkpoint that is held, tagged, aliased, or needed by others is never
             replaced.
-        _extensions: not supported: tensors are stored such that any box of them can be read, not as
-            streams.
+        _extensions: stream extensions, such as a compression or encryption of one's own. What is
+            written is then no universal checkpoint, but one of torch.distributed.checkpoint, on a
+            local path: a stream cannot be read in part. `Reader` loads it.
         serialization_format: only the default is supported.
         form: `zarr` writes arrays, for which ranks send each other parts of shards; `packed` writes
             one file per rank without communication, which can be opened alike, and which `ucp
@@ -122,10 +125,10 @@ class Writer(StorageWriter, BlockingAsyncStager):
     def __init__(
         self,
         path: str | PathLike[str] | None = None,
-        single_file_per_rank: bool = True,  # noqa: ARG002, FBT001, FBT002
-        sync_files: bool = True,  # noqa: ARG002, FBT001, FBT002
+        single_file_per_rank: bool = True,  # noqa: FBT001, FBT002
+        sync_files: bool = True,  # noqa: FBT001, FBT002
         thread_count: int = 1,
-        per_thread_copy_ahead: int = 10_000_000,  # noqa: ARG002
+        per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,  # noqa: FBT001, FBT002
         overwrite: bool = True,  # noqa: FBT001, FBT002
         _extensions: Sequence[Any] | None = None,
@@ -143,12 +146,6 @@ class Writer(StorageWriter, BlockingAsyncStager):
         timeout: float = TIMEOUT,
     ) -> None:
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
-        if _extensions:
-            raise UsageError(
-                "the Writer does not support stream extensions: "
-                f"{', '.join(_name_of(e) for e in _extensions)}",
-                hint="leave `_extensions` out, or save with FileSystemWriter",
-            )
         if serialization_format is not SerializationFormat.TORCH_SAVE:
             raise UsageError(
                 f"the Writer does not support serialization_format {serialization_format}",
@@ -167,6 +164,23 @@ class Writer(StorageWriter, BlockingAsyncStager):
         self._options = SaveOptions("", form, overwrite, "equal", chunk_bytes, shard_bytes)
         self._group, self._timeout, self._threads = group, timeout, thread_count
         self._collectives = self._coordinates = True
+        self._streams: FileSystemWriter | None = None
+        if _extensions:
+            options = {"step": step, "run": run, "metrics": metrics, "config": config}
+            options |= {"lineage": lineage, "chunk_bytes": chunk_bytes, "shard_bytes": shard_bytes}
+            options |= {"form": form != "zarr", "group": group}
+            self._streams = stream_writer(
+                path,
+                _extensions,
+                refused=[name for name, value in options.items() if value],
+                stock={
+                    "single_file_per_rank": single_file_per_rank,
+                    "sync_files": sync_files,
+                    "thread_count": thread_count,
+                    "per_thread_copy_ahead": per_thread_copy_ahead,
+                    "overwrite": overwrite,
+                },
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for the process of `dcp.async_save`, where those ranks are the default group."""
@@ -201,6 +215,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
         if checkpoint_id is not None:
             self.checkpoint_id = str(checkpoint_id)
         self.saved = None
+        if self._streams is not None:
+            self._streams.reset(checkpoint_id)
 
     @property
     def save_id(self) -> str | None:
@@ -209,13 +225,16 @@ class Writer(StorageWriter, BlockingAsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """Return the metadata of the storage, for DCP's planner."""
+        if self._streams is not None:
+            return self._streams.storage_meta()
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
         """Record whether DCP plans with all ranks together.
 
         Raises:
             UsageError: there is no path.
+            Conflict: of stream extensions, a universal checkpoint is there.
         """
         self._collectives = bool(kwargs.get("use_collectives", True))
         self._coordinates = is_coordinator
@@ -223,6 +242,9 @@ class Writer(StorageWriter, BlockingAsyncStager):
             raise UsageError(
                 "the Writer has no path", hint="Writer(path), or give DCP a checkpoint_id"
             )
+        if self._streams is not None:
+            check_place(self.checkpoint_id)
+            self._streams.set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Record all items of this rank, before DCP removes replicas from the plan.
@@ -231,6 +253,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
             Conflict: `FileSystemWriter` has written a checkpoint at this location, which is never
                 replaced.
         """
+        if self._streams is not None:
+            return self._streams.prepare_local_plan(plan)
         if self._coordinates and Dcp().find(open_store(str(self.checkpoint_id))):
             raise Conflict(
                 f"Checkpoint already exists: {self.checkpoint_id} contains one that "
@@ -244,6 +268,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Record how many ranks plan together."""
+        if self._streams is not None:
+            return self._streams.prepare_global_plan(plans)
         return [
             replace(p, storage_data=replace(p.storage_data, ranks=len(plans)))
             if isinstance(p.storage_data, LocalItems)
@@ -264,6 +290,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
             UcformatError: a rank failed or died; nothing is committed. Every rank gets the same
                 error.
         """
+        if self._streams is not None:
+            return self._streams.write_data(plan, planner)
         local = (
             plan.storage_data if isinstance(plan.storage_data, LocalItems) else local_items(plan)
         )
@@ -298,12 +326,15 @@ class Writer(StorageWriter, BlockingAsyncStager):
         done.set_result([WriteResult(MetadataIndex(""), self.saved.nbytes, self.saved.id)])
         return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002 - as DCP calls it
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check that all ranks have committed the same checkpoint in `write_data`.
 
         Raises:
             UcformatError: ranks have committed different checkpoints.
         """
+        if self._streams is not None:
+            self._streams.finish(metadata, results)
+            return
         ids = {r.storage_data for of_rank in results for r in of_rank}
         if len(ids) != 1:
             raise UcformatError(
@@ -348,13 +379,6 @@ def _with_wrappers(staged: Any, original: Any) -> Any:
 
 def _is_wrapper(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_subclass(memory_of(value))
-
-
-def _name_of(extension: Any) -> str:
-    """The name of a stream extension of DCP."""
-    if hasattr(extension, "registry_name"):
-        return str(extension.registry_name())
-    return type(extension).__name__
 
 
 # Converts the write items of a PyTorch DCP plan to what this rank saves, named as by

@@ -70,6 +70,10 @@ class Metadata:
     # in the state dict; of the entries in `planner_data`
     paths: dict[str, Path] = field(default_factory=dict)
     stored: dict[tuple[str, tuple[int, ...] | None], ByteRange] = field(default_factory=dict)
+    #: The stream extensions of items that were written through such.
+    transforms: dict[tuple[str, tuple[int, ...] | None], tuple[str, ...]] = field(
+        default_factory=dict
+    )
     chunks: int = 0  # while parsing: how many more the file can list, as one pickled list may be shared by all tensors
 
     @property
@@ -85,8 +89,14 @@ class Metadata:
         return save_id if isinstance(save_id, str) and _UUID.fullmatch(save_id) else ""
 
 
-def read_metadata(store: Store, key: str = METADATA, *, allow: tuple[str, ...] = ()) -> Metadata:
-    """Read and check a `.metadata` file."""
+def read_metadata(
+    store: Store, key: str = METADATA, *, allow: tuple[str, ...] = (), transformed: bool = False
+) -> Metadata:
+    """Read and check a `.metadata` file.
+
+    Args:
+        transformed: whether items may have been written through stream extensions.
+    """
     if not exists(store, key):
         raise MissingData(
             f"{store.url}/{key} is missing, which describes the files of all ranks",
@@ -96,7 +106,16 @@ def read_metadata(store: Store, key: str = METADATA, *, allow: tuple[str, ...] =
     if size > _MAX_METADATA:
         raise UnsupportedError(f"{key} has {size:,} bytes, more than {_MAX_METADATA:,}")
     root = unpickle(store.read(key, 0, size), file=key, storage_nbytes=lambda _: 0, allow=allow)
-    return _parse(key, root, size)
+    meta = _parse(key, root, size)
+    if meta.transforms and not transformed:
+        (fqn, _), descriptors = next(iter(meta.transforms.items()))
+        raise TransformedItems(
+            f"{key}: {fqn} was transformed by {_brief(descriptors)} when it was saved, so it cannot "
+            "be read in place",
+            hint="ucformat.torch.Reader(path) loads it, and takes extensions that are not PyTorch's "
+            "own as _extension_registry; or save it again without",
+        )
+    return meta
 
 
 def _parse(key: str, root: Any, size: int) -> Metadata:
@@ -234,13 +253,11 @@ def _storage(meta: Metadata, storage_data: Any, prefix: str) -> None:
         if not isinstance(file, str) or len(file) > _MAX_CHARS or not _sizes((offset, nbytes)):
             raise _damaged(meta, f"has an invalid location of {fqn}: {_brief(info.state)}")
         if transforms := location.get("transform_descriptors"):
-            raise TransformedItems(
-                f"{meta.file}: {fqn} was transformed by {_brief(transforms)} when it was saved, "
-                "so it cannot be read "
-                "in place",
-                hint="save it again without stream extensions: ucformat.torch.Reader(path, trust=True) loads it with "
-                "PyTorch's own class, which unpickles values",
-            )
+            if not isinstance(transforms, list | tuple) or not all(
+                isinstance(t, str) and len(t) <= _MAX_CHARS for t in transforms
+            ):
+                raise _damaged(meta, f"has invalid extensions of {fqn}: {_brief(transforms)}")
+            meta.transforms[fqn, start] = tuple(transforms)
         if file not in keys:
             keys[file] = check_key(prefix + file)
         meta.stored[fqn, start] = ByteRange(keys[file], offset, nbytes)
@@ -321,12 +338,17 @@ class Items:
             box: the box of a chunk; None: the entry is bytes.
         """
         label = f"{info.key}{box}" if info else fqn
-        stored = self.meta.stored.get((fqn, box.start if box else None))
-        if stored is None:
+        start = box.start if box else None
+        if (fqn, start) not in self.meta.stored:
             raise MissingData(
                 f"{self.meta.file} has no location of {label}", hint="the save did not finish, or the file "
                 "is damaged; use another checkpoint"
             )  # fmt: skip
+        return self._place(fqn, start, label)
+
+    def _place(self, fqn: str, start: tuple[int, ...] | None, label: str) -> ByteRange:
+        """The byte range of an item that has one."""
+        stored = self.meta.stored[fqn, start]
         self._files.check(stored, label)
         return stored
 
@@ -406,10 +428,9 @@ class Items:
         def records_of(
             item: tuple[tuple[str, tuple[int, ...] | None], ByteRange],
         ) -> list[FileRecord]:
-            (fqn, start), stored = item
+            (fqn, start), _ = item
             name = fqn if start is None else f"{fqn}{list(start)}"
-            self._files.check(stored, name)
-            return list(TorchZip(self.store, stored, name).records())
+            return list(TorchZip(self.store, self._place(fqn, start, name), name).records())
 
         # tied tensors have one item
         named = {stored: index for index, stored in self.meta.stored.items()}
