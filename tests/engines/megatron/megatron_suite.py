@@ -1,0 +1,318 @@
+"""Run Megatron-Core's own tests of `dist_checkpointing` with our strategies in place of its own.
+
+    python -m tests.engines.megatron.megatron_suite MEGATRON-LM --stock --out stock.txt
+    python -m tests.engines.megatron.megatron_suite MEGATRON-LM --only stock.txt
+
+The tests are those of a checkout of Megatron-LM of the version that is installed in
+`.engines/megatron`, run as they are, on the CPU, by forked ranks with Gloo. Where they name
+`torch_dist`, or its classes, they get those of `ucformat.torch.megatron.strategies`. A test has
+passed if it has on all ranks. After one that fails, or takes longer than `--timeout`, the ranks are
+ended, and new ones go on with the next test. `--stock` keeps Megatron's strategies: what passes
+there, which `--out` notes, is what ours have to pass (`--only`). docs/guides/megatron.md quotes the
+result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_FOLDER = Path("tests/unit_tests/dist_checkpointing")
+_GRACE = 3.0  # seconds for the other ranks to end a test that one has failed
+_PORT = 29800
+_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
+
+
+def use_ours() -> None:
+    """Put our strategies where Megatron names its own."""
+    from megatron.core.dist_checkpointing.strategies import base
+    from megatron.core.dist_checkpointing.strategies import torch as theirs
+
+    from ucformat.engines.megatron.strategy_classes import LoadStrategy, SaveStrategy
+
+    class Save(SaveStrategy):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(None, None, {})
+
+    class Load(LoadStrategy):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(None, None, "report", {})
+
+    def register() -> None:
+        for backend in ("torch_dist", "ucformat"):
+            for action, ours in {"SAVE": Save, "LOAD": Load}.items():
+                kind = base.StrategyAction[f"{action}_SHARDED"]
+                base.register_default_strategy(kind, backend, 1, ours())
+
+    theirs.TorchDistSaveShardedStrategy = Save
+    theirs.TorchDistLoadShardedStrategy = Load
+    theirs.register_default_torch_strategies = register
+    register()
+
+
+def do_without_gpus(ranks: int) -> None:
+    """Let Megatron and its tests run on the CPU, with Gloo."""
+    from tests.engines.megatron.load_megatron import maker
+
+    maker().without_cuda()
+    torch.cuda.device_count = lambda: ranks
+    start, group = dist.init_process_group, dist.new_group
+
+    def with_gloo(backend: str | None = None, **how: Any) -> None:
+        start("gloo" if backend in ("nccl", None) else backend, **how)
+
+    def group_with_gloo(*args: Any, backend: str | None = None, **how: Any) -> Any:
+        return group(*args, backend="gloo" if backend == "nccl" else backend, **how)
+
+    def on_cpu(group: Any, _: str, *args: Any, **how: Any) -> Any:
+        return mesh(group, "cpu", *args, **how)
+
+    mesh = dist.DeviceMesh.from_group
+    dist.DeviceMesh.from_group = on_cpu
+    dist.init_process_group, dist.new_group = with_gloo, group_with_gloo
+
+
+def prepare(checkout: Path, ranks: int) -> None:
+    """Import what all ranks need, before they are forked."""
+    import tests
+    import tests.engines.megatron.live.beside
+
+    tests.__path__.append(str(checkout / "tests"))
+    sys.path.append(str(checkout))  # for `megatron.training`
+    import megatron
+
+    megatron.__path__.append(str(checkout / "megatron"))
+    name = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+    downloads = types.ModuleType(name)
+    downloads.download_and_extract_asset = lambda **_: None  # type: ignore[attr-defined]
+    sys.modules[name] = downloads
+    name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+    sys.modules[name] = mock.MagicMock()  # kernels in Triton
+    name = "nvidia_resiliency_ext.checkpointing.local.base_state_dict"
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
+    sys.modules[name].TensorAwareStateDict = type("TensorAwareStateDict", (), {})  # type: ignore[attr-defined]
+    do_without_gpus(ranks)
+    utils: Any = importlib.import_module("megatron.core.utils")
+    utils.is_te_min_version = lambda *_, **__: False  # which fails without Transformer Engine
+    importlib.import_module("tests.unit_tests.dist_checkpointing")
+    for name in [n for n in sys.modules if n.startswith("tests.unit_tests")]:
+        del sys.modules[name]  # which ask for the rank when they are imported
+
+
+class _Told:
+    """Notes how each test ended on this rank, at once."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write(nodeid, "started", "")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome != "passed" or report.when == "teardown":
+            why = ""
+            if report.failed:
+                why = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", ""))
+            elif report.skipped and isinstance(report.longrepr, tuple):
+                why = report.longrepr[2]
+            why = " ".join((why or "").split())[:400]
+            self._write(report.nodeid, report.outcome, why)
+
+    def _write(self, test: str, outcome: str, why: str) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{test}\t{outcome}\t{why}\n")
+
+
+class _Collected:
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.ids = [item.nodeid for item in items]
+
+
+def _options(checkout: Path) -> list[str]:
+    return [f"--rootdir={checkout}", "-p", "no:cacheprovider", "-p", "no:randomly", "-q"]
+
+
+def _collect(checkout: Path, files: Sequence[Path], log: Path) -> list[str]:
+    """The names of all tests; in a process of its own, so that this one imports none."""
+    names = log / "names.txt"
+    if not (process := os.fork()):
+        _to(log / "collect.log")
+        found = _Collected()
+        pytest.main(
+            [*_options(checkout), "--collect-only", *map(str, files)],
+            plugins=[found],
+        )
+        names.write_text("\n".join(found.ids))
+        os._exit(0)
+    os.waitpid(process, 0)
+    return names.read_text().splitlines() if names.exists() else []
+
+
+def _to(log: Path) -> None:
+    """Send this process's output to a file."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+
+
+def _run_rank(rank: int, ranks: int, checkout: Path, ids: Sequence[str], logs: Path) -> None:
+    """Run tests as one rank, until one fails; never returns."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setpgid(0, 0)
+    os.chdir(checkout)  # from where the tests are named
+    program = sys.modules["__main__"]  # which processes that Megatron starts would import there
+    program.__spec__, program.__file__ = None, None
+    _to(logs / f"rank-{rank}.log")
+    code = 1
+    try:
+        told = _Told(logs / f"told-{rank}.txt")
+        code = int(
+            pytest.main(
+                [*_options(checkout), "-x", f"--basetemp={logs}/temp-{rank}", *ids], plugins=[told]
+            )
+        )
+    finally:
+        os._exit(code)
+
+
+def _told(file: Path) -> dict[str, tuple[str, str]]:
+    out: dict[str, tuple[str, str]] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        test, outcome, why = line.split("\t", 2)
+        if outcome != "started":
+            earlier = out.get(test)
+            if earlier is None or earlier[0] == "passed":
+                out[test] = (outcome, why)
+    return out
+
+
+def _joined(told: list[dict[str, tuple[str, str]]], test: str) -> tuple[str, str] | None:
+    """How a test ended on all ranks; None if it did not on some."""
+    of_ranks = [t.get(test) for t in told]
+    failed = next((r for r in of_ranks if r is not None and r[0] == "failed"), None)
+    if failed is not None:
+        return failed
+    if any(r is None for r in of_ranks):
+        return None
+    skipped = next((r for r in of_ranks if r is not None and r[0] == "skipped"), None)
+    return skipped if skipped is not None and all(r == skipped for r in of_ranks) else of_ranks[0]
+
+
+def run_tests(
+    checkout: Path, ids: list[str], ranks: int, logs: Path, timeout: float
+) -> dict[str, tuple[str, str]]:
+    """How each test ended, and why."""
+    results: dict[str, tuple[str, str]] = {}
+    left, start = list(ids), 0
+    while left:
+        start += 1
+        folder = logs / f"start-{start}"
+        folder.mkdir()
+        os.environ |= {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_PORT + os.getpid() % 100 * 10 + start % 10),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        processes = []
+        for rank in range(ranks):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if not (process := os.fork()):
+                _run_rank(rank, ranks, checkout, left, folder)
+            processes.append(process)
+        ended, at, index = set[int](), time.monotonic(), 0
+        failed: float | None = None
+        while True:
+            time.sleep(0.05)
+            told = [_told(folder / f"told-{rank}.txt") for rank in range(ranks)]
+            while index < len(left) and (result := _joined(told, left[index])) is not None:
+                if result[0] == "failed":
+                    break
+                results[left[index]] = result
+                print(f"{result[0]:8}{left[index]}: {result[1]}", flush=True)  # noqa: T201
+                index, at = index + 1, time.monotonic()
+            ended |= {p for p in processes if p not in ended and os.waitpid(p, os.WNOHANG)[0] == p}
+            if index == len(left):
+                break
+            result = _joined(told, left[index])
+            if result is not None and failed is None:
+                failed = time.monotonic()
+            late = time.monotonic() - at > timeout
+            if len(ended) == ranks or late or (failed and time.monotonic() - failed > _GRACE):
+                why = f"not done after {timeout:g} s" if late else "its ranks ended"
+                result = result or ("failed", why)
+                results[left[index]] = result
+                print(f"{result[0]:8}{left[index]}: {result[1]}", flush=True)  # noqa: T201
+                index += 1
+                break
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)  # with what it has started
+            if process not in ended:
+                os.waitpid(process, 0)
+        left = left[index:]
+    return results
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the tests, and print how many passed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkout", type=Path, help="a checkout of Megatron-LM")
+    parser.add_argument("--stock", action="store_true", help="run over Megatron's own strategies")
+    parser.add_argument("--ranks", type=int, default=8, help="as many as the tests ask for: 8")
+    parser.add_argument("--out", type=Path, help="write the names of the tests that passed here")
+    parser.add_argument("--only", type=Path, help="run the tests that are named in this file only")
+    parser.add_argument("--logs", type=Path, help="keep the output in this folder")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds for each test: 60")
+    parser.add_argument("--files", nargs="*", default=(), help="run these files only")
+    parser.add_argument("-k", dest="pattern", default="", help="run tests with this in their names")
+    options = parser.parse_args(argv)
+    checkout = options.checkout.resolve()
+    os.environ["UCP_CATALOG"] = "none"
+    torch.set_num_threads(1)  # before ranks are forked
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="megatron-suite-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    prepare(checkout, options.ranks)
+    if not options.stock:
+        use_ours()
+    folder = checkout / _FOLDER
+    files = [folder / f"{name}.py" for name in options.files] or [folder]
+    ids = [i for i in _collect(checkout, files, logs) if options.pattern in i]
+    if options.only:
+        wanted = set(options.only.read_text().splitlines())
+        ids = [i for i in ids if i in wanted]
+    results = run_tests(checkout, ids, options.ranks, logs, options.timeout)
+    passed = [test for test, (status, _) in results.items() if status == "passed"]
+    if options.out:
+        options.out.write_text("".join(f"{test}\n" for test in passed))
+    tried = sum(status != "skipped" for status, _ in results.values())
+    over = "Megatron's" if options.stock else "ucformat's"
+    print(f"{len(passed)} of {tried} passed over {over} strategies (output: {logs})")  # noqa: T201
+    return 0 if len(passed) == tried else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
