@@ -10,6 +10,7 @@ ORBAX := .engines/orbax/.installed
 VLLM := .engines/vllm/.installed
 TITAN := .engines/torchtitan/.installed
 MEGATRON := .engines/megatron/.installed
+CHECKPOINTING := .engines/torch_checkpointing/.installed
 # Tests start thousands of processes, which would compile the package anew where Python may not write bytecode itself.
 COMPILE := $(BIN)/python -m compileall -q ucformat
 # The two environments are made side by side, and what is ready is checked meanwhile.
@@ -46,7 +47,12 @@ $(MEGATRON): tests/engines/install_megatron.sh $(STAMP)
 	PYTHON=$(PYTHON) bash tests/engines/install_megatron.sh
 	touch $@
 
-engines: $(ENGINE) $(ORBAX) $(MEGATRON)
+# 1 MB beside what .venv has
+$(CHECKPOINTING): tests/engines/install_torch_checkpointing.sh $(STAMP)
+	PYTHON=$(PYTHON) bash tests/engines/install_torch_checkpointing.sh
+	touch $@
+
+engines: $(ENGINE) $(ORBAX) $(MEGATRON) $(CHECKPOINTING)
 
 ## demo: train with DeepSpeed ZeRO-3, convert, read slices under other layouts, compare
 demo: $(STAMP) $(ENGINE)
@@ -59,13 +65,13 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 ## test: the first tier, in about 10 minutes on two cores: every behaviour and every family once from end to end
-test: check $(ENGINE) $(ORBAX) $(MEGATRON)
+test: check $(ENGINE) $(ORBAX) $(MEGATRON) $(CHECKPOINTING)
 	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not matrix"
 
 ## test-all: both tiers (hours): also PostgreSQL, processes on S3, 4 ranks and more, every kill, schedule, power failure
 ## and mutated input, all configurations of engines, and other random examples each time
-test-all: check $(ENGINE) $(ORBAX) $(MEGATRON)
+test-all: check $(ENGINE) $(ORBAX) $(MEGATRON) $(CHECKPOINTING)
 	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --hypothesis-profile=explore
 

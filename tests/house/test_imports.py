@@ -134,6 +134,7 @@ OUTSIDE: dict[str, set[str]] = {
     "engines/orbax": {"numcodecs", "numpy", "tensorstore"},
     "engines/pytorch": {"numpy", "torch"},
     "engines/slime": {"blake3", "numcodecs", "numpy", "xxhash"},
+    "engines/torch_checkpointing": {"numpy", "torch_checkpointing"},
     "engines/torchtitan": {
         "torch",
         "torchtitan",
@@ -191,7 +192,7 @@ def _check_imports(file: Path) -> None:
 #: Programs whose checkpoints are known in the rooms of `engines` only. Formats that the core itself
 #: writes (safetensors files as Hugging Face's tools load them, adapters of PEFT) are not among them.
 PROGRAMS = re.compile(
-    r"deepspeed|megatron|orbax|lightning|torchtitan|bytecheckpoint|accelerate|torchao|bitsandbytes",
+    r"deepspeed|megatron|orbax|lightning|torchtitan|torch_checkpointing|bytecheckpoint|accelerate|torchao|bitsandbytes",
     re.IGNORECASE,
 )
 #: Where the core says a name to people: in a hint, or as an example.

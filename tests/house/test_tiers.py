@@ -27,6 +27,7 @@ FAMILIES = {
     "source of NeMo AutoModel": "engines/automodel/test_source.py::TestAutomodel::test_convert_and_read_back",
     "source of offload folders": "engines/huggingface/test_offload.py::test_every_tensor_is_accelerates",
     "source of GGUF": "engines/gguf/test_gguf.py::TestGguf::test_convert_and_read_back",
+    "source of torch_checkpointing": "engines/torch_checkpointing/test_source.py::TestTorchCheckpointing::test_convert",
     "source of slime": "engines/slime/test_source.py::TestSlime::test_convert_and_read_back",
     # each exporter, whose files the engine or its library loads
     "exporter of DeepSpeed": "engines/deepspeed/test_export_engines.py::test_deepspeed_loads_what_was_saved",
@@ -44,6 +45,7 @@ FAMILIES = {
     "Megatron-Core": "engines/megatron/live/test_layouts.py::test_a_training_goes_on_under",
     "trainers of Hugging Face": "engines/huggingface/test_live.py::test_hugging_face",
     "Lightning": "engines/lightning/test_live.py::test_lightning",
+    "torch_checkpointing": "engines/torch_checkpointing/test_live.py::test_our_manager",
     "torchtitan": "engines/torchtitan/test_live.py::test_torchtitan",
     "JAX": "jax/test_resume.py::test_the_guide_and_what_it_claims",
     "processes of JAX": "jax/test_processes.py::test_two_processes_with_two_devices_each",

@@ -101,6 +101,25 @@ class Cut(NamedTuple):
     axis: int
 
 
+def order_of_cuts(splits: Sequence[tuple[int, int]]) -> list[int] | None:
+    """The order in which the splits of one dim were made, by their numbers; None if no order fits.
+
+    Args:
+        splits: for each, from left to right, its degree and the number of parts into which splits
+            further to the right had cut the dim before (1: it is a plain one).
+    """
+    ordered: list[int] = []
+    for number in reversed(range(len(splits))):
+        for position in range(len(ordered) + 1):
+            # it was made when those before it had cut the dim into as many parts
+            if math.prod(splits[i][0] for i in ordered[:position]) == splits[number][1]:
+                ordered.insert(position, number)
+                break
+        else:
+            return None
+    return ordered
+
+
 class Holding(NamedTuple):
     """The indices of one coordinate, over the axes that cut the tensor, and a box that it holds."""
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ucformat.errors import LayoutError, UsageError
 from ucformat.geometry.box import chunk, row_major
-from ucformat.geometry.distribution import Cut, Distribution, RankMesh
+from ucformat.geometry.distribution import Cut, Distribution, RankMesh, order_of_cuts
 from ucformat.geometry.local import Dim, IndexRun, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.readable import GroupPlace, json_key
@@ -354,16 +354,8 @@ def _candidates_of(
 
 def _order(splits: Sequence[_Split]) -> list[_Split] | None:
     """The splits of a dim in the order in which they were made, as plain ones; None if no order fits the factors."""
-    ordered: list[_Split] = []
-    for split in reversed(splits):
-        for position in range(len(ordered) + 1):
-            # it was made when those before it had cut the dim into as many parts
-            if math.prod(s.degree for s in ordered[:position]) == split.factor:
-                ordered.insert(position, split._replace(factor=1))
-                break
-        else:
-            return None
-    return ordered
+    order = order_of_cuts([(s.degree, s.factor) for s in splits])
+    return None if order is None else [splits[i]._replace(factor=1) for i in order]
 
 
 def _cut(n: int, splits: Sequence[_Split]) -> Dim:
