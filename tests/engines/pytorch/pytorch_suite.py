@@ -10,8 +10,7 @@ nothing else of storage is changed. Without a GPU tests that ask for several run
 forked processes: `.cuda()` does nothing, and CUDA devices are the CPU. Each file runs in a process
 of its own, and is ended after `--timeout` seconds. `--stock` keeps PyTorch's storage: what passes
 there, which `--out` notes, is what a drop-in has to pass (`--only`). At the end, how many passed is
-said for each file. Tests with stream extensions (Rot13, zstd) fail: `Writer` refuses these by name.
-Files that a PyTorch lacks are left out. docs/guides/dcp.md quotes the result.
+said for each file. Files that a PyTorch lacks are left out. docs/guides/dcp.md quotes the result.
 """
 
 from __future__ import annotations

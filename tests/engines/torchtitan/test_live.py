@@ -13,6 +13,7 @@ import torch
 import ucformat
 from tests.torch.running import fork
 from ucformat.engines.torchtitan.live import CheckpointManager
+from ucformat.engines.torchtitan.storage import RunStorage
 from ucformat.errors import UnsupportedError
 from ucformat.torch import Increments
 
@@ -129,3 +130,25 @@ def what_is_wrong_is_said(found: dict[str, Any]) -> None:
     assert unknown.startswith("the state has no optimiser")
     assert parts.startswith("the parameters of a AdamW are not those of one of the 1 model parts")
     assert missing == "NotFound"
+
+
+@pytest.mark.parametrize("root", ["memory://titan{}", "{}"])
+def test_what_torchtitan_asks_of_the_storage_of_a_run(tmp_path: Path, root: str) -> None:
+    """Questions of `CheckpointStorage`, which its base class has after 0.3.0; nothing is deleted through it."""
+    folder, storage = root.format(tmp_path / "run"), RunStorage()
+    assert not storage.isdir(folder)
+    assert storage.listdir(folder) == []
+    model = torch.nn.Linear(2, 3)
+    objects: Any = {"model_parts": model, "optimizers": torch.optim.SGD(model.parameters())}
+    with closing(CheckpointManager(folder, **objects, interval=1)) as manager:
+        manager.save(1)
+        manager.save(2)
+    assert storage.isdir(folder)
+    assert storage.listdir(folder) == ["step-00000001", "step-00000002"]
+    assert storage.isdir(f"{folder}/step-00000001")
+    assert storage.isfile(f"{folder}/step-00000001/manifest.json")
+    assert not storage.isfile(f"{folder}/step-00000001")
+    assert not storage.isdir(f"{folder}/step-00000003")
+    with pytest.raises(UnsupportedError, match="is not deleted by torchtitan"):
+        storage.remove(f"{folder}/step-00000001")
+    assert ucformat.open(f"{folder}/step-00000001").metadata.step == 1

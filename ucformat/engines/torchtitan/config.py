@@ -12,6 +12,7 @@ import tyro
 from torchtitan.components.checkpointer import BaseCheckpointManager
 
 from ucformat.engines.torchtitan.live import CheckpointManager
+from ucformat.engines.torchtitan.storage import RunStorage
 from ucformat.errors import UsageError
 from ucformat.torch.manager.increments import Increments  # noqa: TC001 - as above
 
@@ -100,8 +101,11 @@ class UniversalCheckpointManager(BaseCheckpointManager):
         self.save_future: Future[None] = Future()  # not None, for which torchtitan would not wait
         if not self.enable:
             return
+        # what torchtitan's base class asks, after 0.3.0
+        self.folder, self.keep_latest_k = _joined(base_folder, config.folder), config.keep_latest_k
+        self._storage = RunStorage()
         self._manager = CheckpointManager(
-            _joined(base_folder, config.folder),
+            self.folder,
             model_parts=model_parts,
             optimizers=optimizers,
             lr_schedulers=lr_schedulers,
