@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 from ucformat.errors import UcformatError
 from ucformat.torch import PerRank
 from ucformat.torch.integrations.torch_checkpointing import CheckpointManager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def library() -> Any:
@@ -158,7 +161,7 @@ def refused(folder: Path) -> list[str]:
 
     layout = LayoutInfo("model.pt", TorchSerialization())
     config = CheckpointManager.Config
-    attempts = [
+    attempts: list[Callable[[], Any]] = [
         lambda: CheckpointManager(config(storage_config=LocalFileSystemStorageConfig())),
         lambda: CheckpointManager(config(subprocess_init_fn=print)),
         lambda: CheckpointManager(config(finalize_callback=print)),

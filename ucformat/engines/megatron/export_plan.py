@@ -21,6 +21,7 @@ from itertools import chain
 from struct import pack
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ucformat.engines.megatron.export_options import MegatronExportOptions
 from ucformat.engines.megatron.folder import COMMON, CONFIG
 from ucformat.engines.megatron.names import LAYER, LOCAL, is_expert, is_parameter
 from ucformat.errors import UnsupportedError, first_names
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.engines.megatron.export_options import MegatronExportOptions
     from ucformat.exporters.distcp import Entry
     from ucformat.geometry.tensor import TensorInfo
 
@@ -77,6 +77,19 @@ def plan_target(
     not_exported = left_out(source, plan.kept, values=source.objects, groups=True)
     files = (*items.files(), torch_file(COMMON, common.values), metadata, config)
     return Target(files, (*not_exported, *left, *common.left))
+
+
+def listed_keys(source: Checkpoint) -> tuple[dict[str, TensorEntry], list[str]]:
+    """The tensors that Megatron's own checkpoint of the same state has, by key, and the keys of its objects."""
+    infos, options = list(source.tensors.values()), MegatronExportOptions()
+    keys = keys_of(source, infos, None)
+    distributed = has_distributed_optimizer(source)
+    plan = _ExportedTensors(source, infos, keys, distributed=distributed)
+    tensors = (*plan.weights(), *plan.states(_prefixes(source, plan, options)))
+    objects = objects_of(source)[0]
+    objects |= {name: None for name in source.objects if _SHARD.fullmatch(name)}
+    objects |= extra_states(keys, source, objects)
+    return {entry.name: entry for entry in tensors}, list(objects)
 
 
 def _prefixes(
@@ -227,6 +240,9 @@ Parts = tuple["TensorInfo", ...]  # a tensor, and the rows that pad it
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d{1,6})\.(.+)", re.DOTALL)
 _GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})", re.DOTALL)
 _LEGACY = re.compile(r".*\.experts\.weight[12]", re.DOTALL)  # of all experts, transposed
+_SHARD = re.compile(
+    r".+/shard_\d+(\.\d+)*_\d+(\.\d+)*", re.DOTALL
+)  # as `save` keeps sharded objects
 _LINEAR = re.compile(r"(.*\.linear_[a-z0-9_]+)\.weight", re.DOTALL)
 _ATTENTION = "self_attention.linear_proj"
 _MAX_LISTED = 10
@@ -442,9 +458,16 @@ def is_megatron(source: Checkpoint) -> bool:
 
 
 def has_distributed_optimizer(source: Checkpoint) -> bool:
-    """Whether a Megatron checkpoint's optimizer is the distributed one; else true."""
-    args = source.objects.get("args") if is_megatron(source) else None
-    return not isinstance(args, dict) or args.get("use_distributed_optimizer") is not False
+    """Whether a Megatron checkpoint's optimizer is the distributed one, by `args` or its values; else true."""
+    if not is_megatron(source):
+        return True
+    args = source.objects.get("args")
+    if isinstance(args, dict) and "use_distributed_optimizer" in args:
+        return args["use_distributed_optimizer"] is not False
+    saved = source.objects.get("optimizer")
+    inner = saved.get("optimizer", saved) if isinstance(saved, dict) else None
+    # the step of all parameters, which the distributed one has in its groups
+    return not (isinstance(inner, dict) and "state" in inner)
 
 
 def _add(common: Common, name: str, data: Any, below: str = "") -> None:

@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
 
+from ucformat.checkpoint import open_checkpoint
+from ucformat.engines.megatron.export_plan import listed_keys
 from ucformat.engines.megatron.folder import COMMON
 from ucformat.engines.megatron.live_entries import at_path, is_of_bucket, rebuilt
 from ucformat.engines.megatron.live_load import load
 from ucformat.engines.megatron.live_save import save
-from ucformat.errors import UnsupportedError
+from ucformat.errors import StateMismatch, UnsupportedError
+from ucformat.torch.state.memory import torch_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,7 +58,8 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
         dist.barrier()  # rank 0 has written it
         common = _read_common(Path(checkpoint_dir, COMMON))
         state = _with_optimizer(sharded_state_dict, self._optimizer)
-        values = {k: v for k, v in common.items() if k != _OPTIMIZER or k not in state}
+        is_live = state.get(_OPTIMIZER) is self._optimizer is not None
+        values = {k: v for k, v in common.items() if k != _OPTIMIZER or not is_live}
         save(
             merge(values, state) if _OPTIMIZER in values else {**values, **state},
             checkpoint_dir,
@@ -92,14 +98,21 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
         self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | PathLike[str]
     ) -> dict[str, Any]:
         """Load what a state dict asks for, in its structure."""
+        for entry in nested_values(sharded_state_dict):
+            if isinstance(entry, ShardedTensor) and entry.data is None:  # of a list of metadata
+                made = torch.zeros if entry.allow_shape_mismatch else torch.empty
+                entry.init_data("cuda" if torch.cuda.is_available() else "cpu", made)
         state = _with_optimizer(sharded_state_dict, self._optimizer)
-        loaded_state = load(
-            state,
-            checkpoint_dir,
-            strict=self._strict,
-            vocab_size=self._vocab_size,
-            **self._arguments,
-        ).state
+        try:
+            loaded_state = load(
+                state,
+                checkpoint_dir,
+                strict=self._strict,
+                vocab_size=self._vocab_size,
+                **self._arguments,
+            ).state
+        except StateMismatch as error:  # as callers of Megatron expect
+            raise CheckpointingException(str(error)) from error
         is_live = state.get(_OPTIMIZER) is self._optimizer is not None
 
         def put(path: tuple[Any, ...], entry: Any) -> Any:
@@ -119,14 +132,23 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
         own = self._optimizer.state_dict()
         return (own[path[1]] if isinstance(own, list) else own)[_OPTIMIZER]
 
-    def load_tensors_metadata(self, *_: Any) -> NoReturn:
-        """Refuse to list what Megatron would compare itself."""
-        raise UnsupportedError(
-            "keys of a universal checkpoint are not listed for Megatron's own strictness",
-            hint='pass strict="assume_ok_unexpected"; strategies(strict=True) refuses what the state does not have',
-        )
+    def load_tensors_metadata(
+        self, checkpoint_dir: str | PathLike[str], _: Any = None
+    ) -> dict[str, Any]:
+        """List the tensors by Megatron's keys, with which it checks strictness itself."""
+        tensors, _objects = listed_keys(open_checkpoint(str(checkpoint_dir)))
+        return {
+            key: ShardedTensor.from_rank_offsets(
+                key, torch.empty(e.shape, dtype=torch_dtype(e.dtype), device="meta")
+            ).without_data()
+            for key, e in tensors.items()
+        }
 
-    load_sharded_metadata = load_tensors_metadata
+    def load_sharded_metadata(self, checkpoint_dir: str | PathLike[str]) -> dict[str, Any]:
+        """List the tensors and the sharded objects by Megatron's keys."""
+        _tensors, objects = listed_keys(open_checkpoint(str(checkpoint_dir)))
+        sharded = [ShardedObject.empty_from_unique_key(key) for key in objects]
+        return {o.unique_key: o for o in sharded} | self.load_tensors_metadata(checkpoint_dir)
 
 
 def _read_common(file: Path) -> dict[str, Any]:

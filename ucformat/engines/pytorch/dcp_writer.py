@@ -166,7 +166,12 @@ class Writer(StorageWriter, BlockingAsyncStager):
         self._collectives = self._coordinates = True
         self._streams: FileSystemWriter | None = None
         if _extensions:
-            options = {"step": step, "run": run, "metrics": metrics, "config": config}
+            options: dict[str, Any] = {
+                "step": step,
+                "run": run,
+                "metrics": metrics,
+                "config": config,
+            }
             options |= {"lineage": lineage, "chunk_bytes": chunk_bytes, "shard_bytes": shard_bytes}
             options |= {"form": form != "zarr", "group": group}
             self._streams = stream_writer(
@@ -269,7 +274,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Record how many ranks plan together."""
         if self._streams is not None:
-            return self._streams.prepare_global_plan(plans)
+            of_ranks: list[SavePlan] = self._streams.prepare_global_plan(plans)
+            return of_ranks
         return [
             replace(p, storage_data=replace(p.storage_data, ranks=len(plans)))
             if isinstance(p.storage_data, LocalItems)

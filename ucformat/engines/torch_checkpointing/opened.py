@@ -24,7 +24,7 @@ from ucformat.geometry.coverage import prove
 from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.geometry.tensor import Extent
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping
-from ucformat.reading.stand_ins import Inert, LocalPart, StoredTensor
+from ucformat.reading.stand_ins import Inert, LocalPart, OpaqueFile, StoredTensor
 from ucformat.reading.state_names import GROUPS, dotted
 from ucformat.reading.values import packed
 from ucformat.sources.distcp.metadata import Items, Metadata, TensorEntry
@@ -297,9 +297,9 @@ class RankItems(Items):
                 start = sum(i * s for i, s in zip(local.start, extent.strides, strict=True))
                 yield Extent(placed.box, extent.file, extent.offset + start, extent.strides)
 
-    def values(self, fqns: Iterable[str]) -> dict[str, TorchFile]:  # type: ignore[override] - never opaque
+    def values(self, fqns: Iterable[str]) -> dict[str, TorchFile | OpaqueFile]:
         """The values, as the first rank that has them saved them; those of optimizer groups must be the same on all."""
-        out = {}
+        out: dict[str, TorchFile | OpaqueFile] = {}
         for fqn in fqns:
             of_ranks = self._values[fqn]
             out[fqn] = of_ranks[0][1]

@@ -94,7 +94,7 @@ def read_metadata(store: Store) -> SavedItems:
             f"{METADATA} has the version {root.get('version')!r:.99}, and ucformat reads {_VERSION}",
             hint="load it with torch_checkpointing 0.1.1, and save it again",
         )
-    world = root.get("world_size")
+    world: Any = root.get("world_size")
     if not _is_size(world) or not 0 < world <= _MAX_RANKS:
         raise _damaged(f"has the world size {world!r:.99}")
     out = SavedItems(world=world)

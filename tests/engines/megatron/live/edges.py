@@ -59,6 +59,64 @@ def optimizers(folder: Path) -> dict[str, Any]:
     return told
 
 
+def strictness(folder: Path) -> dict[str, Any]:
+    """Megatron compares the keys of a universal checkpoint with those of a state by itself."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    import ucformat
+    import ucformat.torch.megatron as um
+
+    training = Training({**SPEC, "layers": 2, "optimizer": None})
+    training.step()
+    save, load = um.strategies()
+
+    def state() -> dict[str, Any]:
+        model = training.model()
+        return {**model, "optimizer": training.optimizer.sharded_state_dict(model)}
+
+    own = {}
+    for entry in nested_values(state()):
+        built = nested_values(entry.build()) if hasattr(entry, "build") else [entry]
+        own |= {e.key: list(e.global_shape) for e in built if isinstance(e, ShardedTensor)}
+        own |= {e.unique_key: None for e in built if isinstance(e, ShardedObject)}
+    (folder / "ck").mkdir()
+    dist_checkpointing.save(state(), str(folder / "ck"), save)
+    listed = {
+        key: list(e.global_shape) if isinstance(e, ShardedTensor) else None
+        for key, e in load.load_sharded_metadata(folder / "ck").items()
+    }
+    told: dict[str, Any] = {"own": own, "listed": listed}
+    told["groups"] = [g.options["lr"] for g in ucformat.open(folder / "ck").manifest.groups]
+    arguments: Any = (str(folder / "ck"), load)
+    told["all"] = [
+        sorted(keys)
+        for keys in dist_checkpointing.load(state(), *arguments, strict="return_all")[1:]
+    ]
+    more = {"more": ShardedTensor.from_rank_offsets("more", torch.ones(2))}
+    for strict in ("raise_all", "assume_ok_unexpected"):
+        try:
+            dist_checkpointing.load({**state(), **more}, *arguments, strict=strict)
+        except CheckpointingException as error:
+            told[strict] = "more" in str(error)
+    told["without"] = [
+        sorted(keys)
+        for keys in dist_checkpointing.load(
+            {**training.model(), **more}, *arguments, strict="return_all"
+        )[1:]
+    ]
+    metadata = {  # of a model of the local specification, keys alone do not tell where norms are
+        key: entry
+        for key, entry in dist_checkpointing.load_tensors_metadata(*arguments).items()
+        if "layer_norm" not in key
+    }
+    loaded = dist_checkpointing.load(metadata, *arguments, validate_access_integrity=False)
+    told["empty"] = {k: list(loaded[k].shape) for k in metadata}
+    return told
+
+
 def before_the_first_step(folder: Path) -> dict[str, Any]:
     """An optimizer without states is saved and loaded as such, also into one that has some."""
     import ucformat.torch.megatron as um

@@ -41,6 +41,20 @@ def test_optimizers_that_are_refused(tmp_path: Path) -> None:
         assert hint
 
 
+def test_strictness_of_megatrons_own_functions(tmp_path: Path) -> None:
+    found = told("strictness", tmp_path)
+    tensors = {key: shape for key, shape in found["own"].items() if shape is not None}
+    assert len(tensors) > 20
+    assert found["listed"] == found["own"]
+    assert found["groups"] == [0.01, 0.01]  # of an optimizer that is not passed itself
+    assert found["all"] == [[], []]
+    assert (found["raise_all"], found["assume_ok_unexpected"]) == (True, True)
+    missing, unexpected = found["without"]
+    assert unexpected == ["more"]
+    assert missing == sorted(k for k in found["own"] if k.startswith("optimizer"))
+    assert found["empty"] == {k: v for k, v in tensors.items() if "layer_norm" not in k}
+
+
 def test_before_the_first_step(tmp_path: Path) -> None:
     """Megatron-Core itself cannot save such an optimizer without Apex and Transformer Engine."""
     found = told("before_the_first_step", tmp_path)
