@@ -114,6 +114,20 @@ def test_what_nothing_describes_is_whole_if_it_is_the_same_on_all_ranks(tmp_path
     assert objects["model"]["rng"] != objects["rank"]["1"]["model"]["rng"]
 
 
+def test_replicas_that_differ_are_named(tmp_path: Path) -> None:
+    """`DefaultResharder` takes every plain tensor for a replica, also the local part of a tensor parallel layer."""
+    place = copied("fsdp2", tmp_path)
+    file = place / "model_1.pt"
+    with torch.serialization.safe_globals([]):
+        state = torch.load(file, weights_only=False)
+    state["scale"] = state["scale"] + 1
+    torch.save(state, file)
+    ck = open_checkpoint(place)
+    with pytest.raises(UnsupportedError, match="the metadata says that it is replicated"):
+        ck["scale", "weight"]
+    assert ("weight", "down.weight") in {(k.state, k.name) for k in ck.tensors}
+
+
 def changed(place: Path, change: Any) -> Path:
     """A checkpoint whose pickled metadata is changed by a function."""
     metadata = pickle.loads((place / "metadata.pkl").read_bytes())  # noqa: S301 - our own

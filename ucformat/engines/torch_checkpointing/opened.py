@@ -215,7 +215,11 @@ class RankItems(Items):
                 hint="the files and the metadata are of different saves",
             )
         for path, of_ranks in found.items():
-            sharding = described.get(path) or self._undescribed(key, path, of_ranks, ranks)
+            sharding = described.get(path)
+            if sharding is None:
+                sharding = self._undescribed(key, path, of_ranks, ranks)
+            elif sharding.distribution is not None and not sharding.distribution.cuts:
+                sharding = self._if_equal(key, path, of_ranks, sharding)
             if sharding is None:
                 for rank in of_ranks:
                     leaves = files.opened(key, rank)
@@ -260,30 +264,40 @@ class RankItems(Items):
                 return tuple(np.frombuffer(file.read(t), t.dtype).tolist())
 
             return sharding_of_part(label, tensor, read)
-        whole = Sharding(tensor.dtype, tensor.shape)
-        if len(of_ranks) == 1 and len(ranks) == 1:
-            return _on(whole, of_ranks[0])
-        same = len(of_ranks) == len(ranks) and self._equal(key, path, of_ranks)
-        if same:
-            return _on(whole, of_ranks[0])
+        whole = _on(Sharding(tensor.dtype, tensor.shape), of_ranks[0])
+        if len(ranks) == 1:
+            return whole
+        if len(of_ranks) == len(ranks) and self._equal(key, path, of_ranks):
+            return whole
+        return self._differing(tensor, whole, "nothing says how it is sharded")
+
+    def _if_equal(
+        self, key: str, path: Path, of_ranks: list[int], sharding: Sharding
+    ) -> Sharding | None:
+        """The sharding of a replica, which the library takes every plain tensor for; None of a value of each rank."""
+        tensor = self.rank_files.opened(key, of_ranks[0]).tensors[path]
+        if not isinstance(tensor, StoredTensor) or self._equal(key, path, of_ranks) is not False:
+            return sharding
+        return self._differing(tensor, sharding, "the metadata says that it is replicated")
+
+    def _differing(self, tensor: Any, sharding: Sharding, why: str) -> Sharding | None:
+        """What a tensor is that differs between ranks: a value of each rank, or unreadable."""
         if tensor.dtype.startswith(("int", "uint", "bool")) and isinstance(tensor, StoredTensor):
             return None
-        reason = (
-            "differs between ranks, and nothing says how it is sharded: save it with a resharder"
-        )
-        return replace(_on(whole, of_ranks[0]), dtype=f"{tensor.dtype} {reason}")
+        reason = f"differs between ranks, and {why}: save it as a DTensor, with a resharder"
+        return replace(sharding, dtype=f"{tensor.dtype} {reason}")
 
-    def _equal(self, key: str, path: Path, of_ranks: list[int]) -> bool:
-        """Whether all ranks have the same tensor, by the checksums of their files."""
+    def _equal(self, key: str, path: Path, of_ranks: list[int]) -> bool | None:
+        """Whether ranks have the same tensor, by the checksums of their files; None if some have none."""
         forms = set()
         for rank in of_ranks:
             leaves = self.rank_files.opened(key, rank)
             tensor = leaves.tensors[path]
             if not isinstance(tensor, StoredTensor) or not isinstance(leaves.file, TorchFile):
-                return False
+                return None
             crc = leaves.file.crc32(tensor)
             if not crc and tensor.size:
-                return False
+                return None
             forms.add((tensor.dtype, tensor.shape, tensor.strides, tensor.offset, crc))
         return len(forms) == 1
 
