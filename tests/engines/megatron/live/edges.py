@@ -77,7 +77,7 @@ def strictness(folder: Path) -> dict[str, Any]:
         model = training.model()
         return {**model, "optimizer": training.optimizer.sharded_state_dict(model)}
 
-    own = {}
+    own: dict[str, Any] = {}
     for entry in nested_values(state()):
         built = nested_values(entry.build()) if hasattr(entry, "build") else [entry]
         own |= {e.key: list(e.global_shape) for e in built if isinstance(e, ShardedTensor)}
