@@ -11,6 +11,7 @@ import torch
 
 from tests.sources.suite import SourceSuite, kept
 from ucformat.checkpoint import open_checkpoint
+from ucformat.engines.torch_checkpointing.opened import OpenTorchCheckpointing, RankItems
 from ucformat.engines.torch_checkpointing.sharding import read_metadata
 from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsupportedError
 from ucformat.geometry.distribution import order_of_cuts
@@ -50,7 +51,13 @@ def copied(name: str, folder: Path) -> Path:
 
 
 def test_values_of_ranks_are_kept() -> None:
-    objects = sample_of("fsdp2").open().metadata.objects
+    ck = sample_of("fsdp2").open()
+    objects = ck.metadata.objects
+    assert isinstance(ck.source, OpenTorchCheckpointing)
+    assert isinstance(ck.source.items, RankItems)
+    kept = {fqn: len(of_ranks) for fqn, of_ranks in ck.source.items._values.items()}
+    assert kept.pop("loader.position") == 3
+    assert set(kept.values()) == {1}  # what all ranks have alike is kept once
     assert objects["loader"] == {"position": 7, "seed": 5}
     assert objects["rank"] == {
         "1": {"loader": {"position": 8}},

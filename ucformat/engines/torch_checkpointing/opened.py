@@ -242,12 +242,15 @@ class RankItems(Items):
 
     def _add_value(self, key: str, path: Path, rank: int, leaves: Leaves, value: Any) -> None:
         fqn = self._name(key, path)
-        if fqn not in self._values:
-            self.meta.values.append(fqn)
         assert isinstance(leaves.file, TorchFile)  # noqa: S101 - safetensors have no values
+        of_ranks = self._values.setdefault(fqn, [])
+        if not of_ranks:
+            self.meta.values.append(fqn)
+        elif _plainly_equal(of_ranks[0][1].value, value):
+            return  # mostly: what is kept does not grow with the ranks
         leaf = copy(leaves.file)
         leaf.value = value
-        self._values.setdefault(fqn, []).append((rank, leaf))
+        of_ranks.append((rank, leaf))
 
     def _undescribed(
         self, key: str, path: Path, of_ranks: list[int], ranks: list[int]
@@ -353,6 +356,17 @@ class RankItems(Items):
             for file, kind in files.values():
                 if kind == TORCH:
                     yield from TorchZip(self.store, file).records()
+
+
+def _plainly_equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal and plain; nothing is read of those that contain anything else."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_plainly_equal, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_plainly_equal(v, other[k]) for k, v in one.items())
+    return one is None or (type(one) in (bool, int, str, float, bytes) and one == other)
 
 
 def _on(whole: Sharding, rank: int) -> Sharding:
