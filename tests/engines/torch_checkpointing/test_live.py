@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ucformat
+from tests.engines import engine
 from tests.torch.ranks import Ranks
+from tests.torch.test_guides import follow, losses
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,8 +34,8 @@ def test_our_manager_saves_what_theirs_does_and_loads_both(tmp_path: Path) -> No
         for key in ck.tensors:
             assert other[key][...].tobytes() == ck[key][...].tobytes(), (name, key)
     for ranks in (1, 3):
-        for losses in RANKS.run("loads", ranks, tmp_path):
-            assert losses == pytest.approx(first["losses"], rel=1e-5)
+        for resumed in RANKS.run("loads", ranks, tmp_path):
+            assert resumed == pytest.approx(first["losses"], rel=1e-5)
 
 
 def test_what_has_no_place_in_a_universal_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -55,3 +57,12 @@ def test_what_has_no_place_in_a_universal_checkpoint_is_refused(tmp_path: Path) 
         assert "loader" in told[9]
         assert "Missing required checkpoint item" in told[11]
     assert not (tmp_path / "x").exists()
+
+
+def test_the_guide(tmp_path: Path) -> None:
+    (library,) = engine("torch_checkpointing").parents[1].glob("lib/python3*/site-packages")
+    (tmp_path / "torch_checkpointing").symlink_to(library / "torch_checkpointing")
+    first, second = map(losses, follow("torch_checkpointing.md", tmp_path))
+    assert list(first) == list(range(1, 7))
+    assert second == pytest.approx({step: first[step] for step in (5, 6)}, rel=1e-4)
+    assert ucformat.open(tmp_path / "run" / "step-4").metadata.step == 4

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ucformat.engines.torch_checkpointing.folder import DEFAULT_FILE, METADATA
 from ucformat.engines.torch_checkpointing.sharding import (
     SAFETENSORS,
     TORCH,
@@ -17,7 +18,6 @@ from ucformat.engines.torch_checkpointing.sharding import (
     read_metadata,
     sharding_of_part,
 )
-from ucformat.engines.torch_checkpointing.source import DEFAULT_FILE, METADATA
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.coverage import prove
@@ -35,9 +35,8 @@ from ucformat.sources.safetensors import read_header
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from ucformat.engines.torch_checkpointing.source import TorchCheckpointingOptions
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import FileRecord
     from ucformat.reading.readable import StatePath as Path
@@ -63,8 +62,10 @@ class Leaves:
 class RankFiles:
     """The files of all ranks, by item; the last ones that were opened are kept open."""
 
-    def __init__(self, store: Store, options: TorchCheckpointingOptions, saved: SavedItems) -> None:
-        self.store, self.saved, self._allow = store, saved, (*options.allow, PARTS)
+    def __init__(
+        self, store: Store, saved: SavedItems, allow: tuple[str, ...], some_ranks: Sequence[str]
+    ) -> None:
+        self.store, self.saved, self._allow = store, saved, (*allow, PARTS)
         keys = [info.key for info in store.list()]
         self.files: dict[str, dict[int, tuple[str, str]]] = {}
         for key in keys:
@@ -76,7 +77,7 @@ class RankFiles:
             default = {rank: (f"{key}_{rank}.pt", TORCH) for rank in range(world)}
             self.files[key] = default | item.files
         for key, files in self.files.items():
-            self._check(key, files, set(keys), options)
+            self._check(key, files, set(keys), some_ranks)
         named = {file for files in self.files.values() for file, _ in files.values()}
         self.others = tuple(k for k in keys if k not in named and k != METADATA)
         lost = [
@@ -95,7 +96,7 @@ class RankFiles:
         key: str,
         files: dict[int, tuple[str, str]],
         keys: set[str],
-        options: TorchCheckpointingOptions,
+        some_ranks: Sequence[str],
     ) -> None:
         """MissingData if a rank's file is missing."""
         if extra := [rank for rank in files if rank >= self.world]:
@@ -106,7 +107,7 @@ class RankFiles:
         missing = next(
             (r for r in range(self.world) if r not in files or files[r][0] not in keys), None
         )
-        if missing is None or (key in (options.some_ranks or ()) and key not in self.saved.items):
+        if missing is None or (key in some_ranks and key not in self.saved.items):
             return
         name = files[missing][0] if missing in files else f"{key}_{missing}.pt"
         raise MissingData(
@@ -380,15 +381,21 @@ class OpenTorchCheckpointing(OpenDcp):
     kind = "torch_checkpointing"
     part = ""  # the files of all ranks are there
 
-    def __init__(self, store: Store, options: TorchCheckpointingOptions) -> None:
+    def __init__(
+        self,
+        store: Store,
+        allow: tuple[str, ...],
+        groups: Sequence[Sequence[str]] | None,
+        owners: Mapping[str, str] | None,
+        some_ranks: Sequence[str],
+    ) -> None:
         names = {info.key for info in store.list()}
         saved = read_metadata(store) if METADATA in names else SavedItems()
-        self._files = RankFiles(store, options, saved)
+        self._files = RankFiles(store, saved, allow, some_ranks)
         if not self._files.files:
             raise MissingData(f"{store.url} has no files of ranks, such as model_0.pt")
         self._has_metadata = METADATA in names
-        items = RankItems(self._files, options.allow)
-        super().__init__(items, options.groups, options.owners)
+        super().__init__(RankItems(self._files, allow), groups, owners)
 
     def _make_metadata(self, values: ItemValues) -> CheckpointMetadata:
         """The metadata, with the values of all ranks."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.torch_checkpointing.source import METADATA
+from ucformat.engines.torch_checkpointing.folder import METADATA
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh, order_of_cuts

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from ucformat.engines.torch_checkpointing.folder import DEFAULT_FILE, METADATA
 from ucformat.errors import NotFound
 from ucformat.sources.base import Source, option
 from ucformat.sources.distcp import ItemOptions
@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchCheckpointing"]
 
-METADATA = "metadata.pkl"
 _MARKS = (b"nested_path_to_metadata", b"world_size")  # keys of the pickled dictionary
 _HEAD = 512  # bytes of it that are read to recognise it
-#: A file of a rank, where the program names no other.
-DEFAULT_FILE = re.compile(r"([A-Za-z0-9_-]+)_(\d+)\.pt")
 _PICKLE = 32 << 10  # bytes of a file of torch.save that are searched for DTensors
 _MAX_LISTED = 10_000
 
@@ -62,7 +59,8 @@ class TorchCheckpointing(Source):
         """Open it: read the metadata, and the pickles and headers of the files of all ranks."""
         from ucformat.engines.torch_checkpointing.opened import OpenTorchCheckpointing
 
-        return OpenTorchCheckpointing(store, self.options)
+        o = self.options
+        return OpenTorchCheckpointing(store, o.allow, o.groups, o.owners, o.some_ranks or ())
 
 
 def _has_parts(store: Store) -> bool:
