@@ -59,6 +59,7 @@ def test_what_has_no_place_in_a_universal_checkpoint_is_refused(tmp_path: Path) 
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.matrix
 def test_the_guide(tmp_path: Path) -> None:
     (library,) = engine("torch_checkpointing").parents[1].glob("lib/python3*/site-packages")
     (tmp_path / "torch_checkpointing").symlink_to(library / "torch_checkpointing")
