@@ -180,6 +180,7 @@ def _to(log: Path) -> None:
 def _run_rank(rank: int, ranks: int, checkout: Path, ids: Sequence[str], logs: Path) -> None:
     """Run tests as one rank, until one fails; never returns."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)
     os.chdir(checkout)  # from where the tests are named
     program = sys.modules["__main__"]  # which processes that Megatron starts would import there
@@ -242,38 +243,57 @@ def run_tests(
             if not (process := os.fork()):
                 _run_rank(rank, ranks, checkout, left, folder)
             processes.append(process)
-        ended, at, index = set[int](), time.monotonic(), 0
-        failed: float | None = None
-        while True:
-            time.sleep(0.05)
-            told = [_told(folder / f"told-{rank}.txt") for rank in range(ranks)]
-            while index < len(left) and (result := _joined(told, left[index])) is not None:
-                if result[0] == "failed":
-                    break
-                results[left[index]] = result
-                print(f"{result[0]:8}{left[index]}: {result[1]}", flush=True)  # noqa: T201
-                index, at = index + 1, time.monotonic()
-            ended |= {p for p in processes if p not in ended and os.waitpid(p, os.WNOHANG)[0] == p}
-            if index == len(left):
-                break
-            result = _joined(told, left[index])
-            if result is not None and failed is None:
-                failed = time.monotonic()
-            late = time.monotonic() - at > timeout
-            if len(ended) == ranks or late or (failed and time.monotonic() - failed > _GRACE):
-                why = f"not done after {timeout:g} s" if late else "its ranks ended"
-                result = result or ("failed", why)
-                results[left[index]] = result
-                print(f"{result[0]:8}{left[index]}: {result[1]}", flush=True)  # noqa: T201
-                index += 1
-                break
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)  # with what it has started
-            if process not in ended:
-                os.waitpid(process, 0)
+        ended = set[int]()
+        try:
+            index = _watch(processes, ended, folder, left, results, timeout)
+        finally:  # also where this process is told to end
+            _end(processes, ended)
         left = left[index:]
     return results
+
+
+def _end(processes: Sequence[int], ended: set[int]) -> None:
+    """End the ranks, with what they have started."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        if process not in ended:
+            os.waitpid(process, 0)
+
+
+def _watch(
+    processes: Sequence[int],
+    ended: set[int],
+    folder: Path,
+    left: Sequence[str],
+    results: dict[str, tuple[str, str]],
+    timeout: float,
+) -> int:
+    """Note how tests end until one fails or none is left; how many were done."""
+    at, index, ranks = time.monotonic(), 0, len(processes)
+    failed: float | None = None
+    while True:
+        time.sleep(0.05)
+        told = [_told(folder / f"told-{rank}.txt") for rank in range(ranks)]
+        while index < len(left) and (result := _joined(told, left[index])) is not None:
+            if result[0] == "failed":
+                break
+            results[left[index]] = result
+            print(f"{result[0]:8}{left[index]}: {result[1]}", flush=True)  # noqa: T201
+            index, at = index + 1, time.monotonic()
+        ended |= {p for p in processes if p not in ended and os.waitpid(p, os.WNOHANG)[0] == p}
+        if index == len(left):
+            return index
+        result = _joined(told, left[index])
+        if result is not None and failed is None:
+            failed = time.monotonic()
+        late = time.monotonic() - at > timeout
+        if len(ended) == ranks or late or (failed and time.monotonic() - failed > _GRACE):
+            why = f"not done after {timeout:g} s" if late else "its ranks ended"
+            result = result or ("failed", why)
+            results[left[index]] = result
+            print(f"{result[0]:8}{left[index]}: {result[1]}", flush=True)  # noqa: T201
+            return index + 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -291,6 +311,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     checkout = options.checkout.resolve()
     os.environ["UCP_CATALOG"] = "none"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the ranks end, too
     torch.set_num_threads(1)  # before ranks are forked
     logs = options.logs or Path(tempfile.mkdtemp(prefix="megatron-suite-"))
     logs.mkdir(parents=True, exist_ok=True)
