@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.tensor import TensorInfo
 
-#: The most bytes of a part; the ring of host memory has twice as many.
+#: The most bytes of a part; batches of parts have half as many, unless a part is larger.
 STAGED_BYTES = 32 << 20
-_AT_ONCE = 2  # batches that are read
 _ALIGNMENT = 16  # bytes, of parts in host memory: that of the largest dtypes
 
 _DEFAULTS = ReadOptions()
@@ -152,9 +151,9 @@ def read_staged(
 ) -> ReadAmount:
     """Read parts of what targets are matched with in the stored dtypes, in bounded memory.
 
-    Batches of parts are read into a ring of host memory, pinned if there are devices, while earlier
-    ones are used. What is begun on devices, which must have been waited for, runs in streams of its
-    own.
+    Batches of parts, one for each core, are read into a ring of host memory, pinned if there are
+    devices, while earlier ones are used. What is begun on devices, which must have been waited for,
+    runs in streams of its own.
 
     Args:
         use: gets each part of a target, and a tensor with what is stored of it, from which it may
@@ -162,7 +161,7 @@ def read_staged(
     """
     devices = devices_of(m.target.tensor for m in matched)
     threads = options.threads or ck.store.costs.parallel or default_threads()
-    at_once = min(_AT_ONCE, threads)
+    at_once = min(threads, default_threads())
     options = replace(options, threads=-(-threads // at_once))
     total = ReadAmount()
     reading: deque[_Staged] = deque()
@@ -177,7 +176,7 @@ def read_staged(
         staged.copied = record_events(d for d in devices if d in on)
 
     with own_streams(devices), ThreadPoolExecutor(at_once, "ucformat-stage") as pool:
-        ring = _Ring(_host_buffer(_ring_bytes(matched), devices))
+        ring = _Ring(_host_buffer(_ring_bytes(matched, at_once), devices))
         try:
             for parts in _batches(ck, matched):
                 start, stop = ring.place(sum(map(room, parts)))
@@ -243,11 +242,15 @@ class _Ring:
         self.staged.popleft()
 
 
-def _ring_bytes(matched: Sequence[Matched]) -> int:
-    """The bytes of a ring: those of one batch, if that is all, or of two of the largest parts."""
+def _ring_bytes(matched: Sequence[Matched], at_once: int) -> int:
+    """The bytes of a ring: of one batch, if that is all, or of those that are read and a few that are copied.
+
+    It has room for two of the largest parts.
+    """
     whole = sum(room(part_of(m, p, p.box)) for m in matched for p in m.target.pieces)
-    largest = -(-STAGED_BYTES // _ALIGNMENT) * _ALIGNMENT
-    return whole if whole <= STAGED_BYTES // 2 else 2 * largest
+    batch = _aligned(STAGED_BYTES // 2)
+    most = max(2 * _aligned(STAGED_BYTES), (at_once + at_once // 4) * batch)
+    return whole if whole <= batch else most
 
 
 def _host_buffer(nbytes: int, devices: Sequence[torch.device]) -> torch.Tensor:
@@ -305,7 +308,11 @@ def _cut(ck: Checkpoint, stored: TensorInfo, piece: Piece) -> Iterator[Box]:
 def room(part: Matched) -> int:
     """Return the bytes of a part in a buffer, rounded up so that the next part is aligned for any dtype."""
     (piece,) = part.target.pieces
-    return -(-piece.box.size * part.stored.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return _aligned(piece.box.size * part.stored.itemsize)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def stored_in(buffer: torch.Tensor, at: int, part: Matched) -> Matched:

@@ -45,6 +45,7 @@ _SMALL_BYTES = 64 << 10  # of a piece that is copied to the host rather than com
 _COPIED_BYTES = 32 << 20  # that are copied to the host at once
 _SHORT_ROW = BLOCK // 2  # words of rows that are not worth being padded to blocks
 _LONG_PERIOD = 8  # of the places in a block at which rows begin: not worth a call for each
+_KEPT_FACTORS = 1 << 20  # blocks whose factors are kept on a device, in 16 MiB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -236,7 +237,7 @@ def _parts(elements: torch.Tensor, steps: tuple[int, ...], first: int) -> Iterat
         outer -= 1
         run *= shape[outer]
     if not outer:
-        yield _sums_of_rows(elements.reshape(1, -1), first, _numbers((), (), elements.device))
+        yield _sums_of_rows(elements.reshape(1, -1), first)
         return
     count = max(1, elements.element_size() // WORD_BYTES)
     # after so many of a dim, rows begin at the same place in a block again
@@ -264,12 +265,15 @@ def _numbers(shape: Sequence[int], steps: Sequence[int], device: torch.device) -
     return numbers
 
 
-def _sums_of_rows(elements: torch.Tensor, first: int, row_blocks: torch.Tensor) -> torch.Tensor:
+def _sums_of_rows(
+    elements: torch.Tensor, first: int, row_blocks: torch.Tensor | None = None
+) -> torch.Tensor:
     """The sums of rows of elements that are side by side in the tensor.
 
     Args:
         first: the number of the first element.
-        row_blocks: how many blocks further than the first row each of them begins.
+        row_blocks: how many blocks further than the first row each of them begins (None: there is
+            one row).
     """
     words, count = _words(elements)
     block, begin = divmod(first * count, BLOCK)
@@ -279,9 +283,13 @@ def _sums_of_rows(elements: torch.Tensor, first: int, row_blocks: torch.Tensor) 
         padded[:, begin : begin + words.shape[1]] = words
         words = padded
     signed, bias = _signed_words(words.view(-1, blocks, BLOCK))
-    within = _tables(words.device)[:, None, None]
-    sums = (signed * within).sum(-1) + within.sum(-1) * bias
-    numbers = row_blocks[:, None] + torch.arange(block, block + blocks, device=words.device)
+    sums = (signed * _tables(words.device)[:, None, None]).sum(-1)
+    sums += _bias_sums(words.device, bias)[:, None, None]
+    if row_blocks is None and block + blocks <= _KEPT_FACTORS:
+        kept = _kept_factors(words.device, 1 << (block + blocks - 1).bit_length())
+        return (sums[:, 0] * kept[:, block : block + blocks]).sum(1)
+    numbers = torch.arange(block, block + blocks, device=words.device)[None]
+    numbers = numbers if row_blocks is None else row_blocks[:, None] + numbers
     return (sums * _factors(numbers)).sum((1, 2))
 
 
@@ -328,6 +336,21 @@ def _signed(lane: int) -> int:
     return lane - MODULUS if lane >> 63 else lane
 
 
+# What is kept on devices is copied there, and not computed there: any stream may use it at once.
+
+
 @lru_cache(maxsize=16)
 def _tables(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.stack(tables()).astype(np.int64)).to(device)
+
+
+@lru_cache(maxsize=64)
+def _bias_sums(device: torch.device, bias: int) -> torch.Tensor:
+    """The sums of a block of words that are the bias."""
+    return (_tables(torch.device("cpu")).sum(1) * bias).to(device)
+
+
+@lru_cache(maxsize=64)
+def _kept_factors(device: torch.device, blocks: int) -> torch.Tensor:
+    """The factors of the first blocks of a tensor."""
+    return _factors(torch.arange(blocks)).to(device)
