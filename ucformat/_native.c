@@ -271,6 +271,27 @@ static PyObject *crc32(PyObject *module, PyObject *args) {
     return crc_of(&zip, args);
 }
 
+static PyObject *crc32c_each(PyObject *module, PyObject *args) {
+    Py_buffer items;
+    Py_ssize_t nbytes;
+    unsigned int before;
+    PyObject *result = NULL;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*nI", &items, &nbytes, &before)) return NULL;
+    if (nbytes < 1 || items.len % nbytes) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes are no items of %zd", items.len, nbytes);
+    } else if ((result = PyBytes_FromStringAndSize(NULL, items.len / nbytes * 4))) {
+        char *to = PyBytes_AsString(result);
+        const uint8_t *item = items.buf, *end = item + items.len;
+        for (; item < end; item += nbytes, to += 4) {
+            uint32_t crc = ~castagnoli.words(~before, item, (size_t)nbytes);
+            memcpy(to, &crc, 4);
+        }
+    }
+    PyBuffer_Release(&items);
+    return result;
+}
+
 typedef struct {
     Rows rows;
     Py_ssize_t used; /* bytes of this row */
@@ -496,6 +517,7 @@ static Py_ssize_t read_all(int fd, off_t offset, Targets *all) {
 /* The buffers of a call. */
 typedef struct {
     PyObject *buffers, *crcs; /* crcs: None, or a list */
+    uint32_t *sums;           /* those of columns, instead of crcs */
     Py_ssize_t open;
     Py_buffer *views;
     Targets *all;
@@ -538,8 +560,79 @@ static int open_targets(Given *given, PyObject *buffers, PyObject *crcs) {
     return 0;
 }
 
-/* Puts the checksums into the list. */
+/* The targets of a column: each chunk, and what is behind it. */
+static Target *column_targets(const Py_buffer *chunks, const Py_buffer *behind, const uint32_t *sums, Target *target) {
+    Py_ssize_t count = chunks->shape[0], gap = behind->obj ? behind->len / count : 0;
+    Py_buffer chunk = *chunks;
+    chunk.ndim--;
+    chunk.shape++;
+    chunk.strides++;
+    chunk.len /= count;
+    for (Py_ssize_t k = 0; k < count; k++) {
+        chunk.buf = (char *)chunks->buf + k * chunks->strides[0];
+        if (rows_of(&chunk, &target->rows)) return NULL;
+        target->left = (size_t)chunk.len;
+        target++->crc = ~*sums++;
+        if (!gap) continue;
+        target->rows = (Rows){.row = (char *)behind->buf + k * gap, .run = gap, .left = 1};
+        target->left = (size_t)gap;
+        target++->crc = ~*sums++;
+    }
+    return target;
+}
+
+/* As `open_targets`, for columns of chunks that the file has one behind the other; see `ChunkBuffers` in storage/strided.py.
+Python made two objects for each chunk, and threads waited for the GIL meanwhile. */
+static int open_columns(Given *given, PyObject *columns, PyObject *crcs) {
+    memset(given, 0, sizeof *given);
+    given->crcs = Py_None;
+    if (!(given->buffers = PySequence_Tuple(columns))) return -1;
+    Py_ssize_t number = PyTuple_Size(given->buffers), count = 0;
+    Py_buffer *views = given->views = PyMem_Calloc(2 * (size_t)number + 1, sizeof(Py_buffer));
+    Targets *all = given->all = PyMem_Calloc(1, sizeof(Targets));
+    if (!views || !all) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t k = 0; k < number; k++) {
+        PyObject *chunks, *behind;
+        Py_buffer *view = &views[given->open];
+        if (!PyArg_ParseTuple(PyTuple_GetItem(given->buffers, k), "OO", &chunks, &behind)) return -1;
+        if (PyObject_GetBuffer(chunks, view, PyBUF_STRIDES | PyBUF_WRITABLE)) return -1;
+        given->open++;
+        if (behind != Py_None && PyObject_GetBuffer(behind, view + 1, PyBUF_WRITABLE)) return -1;
+        given->open++;
+        if (view->ndim < 2 || !view->len || (behind != Py_None && (!view[1].len || view[1].len % view->shape[0]))) {
+            PyErr_SetString(PyExc_ValueError, "a column has no chunks, or memory behind them that is not of all alike");
+            return -1;
+        }
+        count += view->shape[0] * (behind != Py_None ? 2 : 1);
+    }
+    if (PyObject_GetBuffer(crcs, &views[given->open], PyBUF_WRITABLE)) return -1;
+    given->sums = views[given->open].buf;
+    if (views[given->open++].len != 4 * count) {
+        PyErr_SetString(PyExc_ValueError, "crcs has not 32 bits for each buffer");
+        return -1;
+    }
+    if (!(all->targets = PyMem_Calloc((size_t)count + 1, sizeof(Target)))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    all->count = count;
+    all->check = 1;
+    Target *target = all->targets;
+    for (Py_ssize_t k = 0; k < number; k++)
+        if (!(target = column_targets(&views[2 * k], &views[2 * k + 1], given->sums + (target - all->targets), target))) return -1;
+    return 0;
+}
+
+static int open_given(Given *given, PyObject *buffers, PyObject *crcs) {
+    return (crcs == Py_None || PyList_Check(crcs) ? open_targets : open_columns)(given, buffers, crcs);
+}
+
+/* Puts the checksums where they were. */
 static int set_crcs(const Given *given) {
+    for (Py_ssize_t k = 0; given->sums && k < given->all->count; k++) given->sums[k] = ~given->all->targets[k].crc;
     for (Py_ssize_t k = 0; given->crcs != Py_None && k < given->all->count; k++) {
         PyObject *crc = PyLong_FromUnsignedLong(~given->all->targets[k].crc & 0xffffffff);
         if (!crc || PyList_SetItem(given->crcs, k, crc)) return -1;
@@ -565,7 +658,7 @@ static PyObject *read_into(PyObject *module, PyObject *args) {
     Given given;
     (void)module;
     if (!PyArg_ParseTuple(args, "iLO|O", &fd, &offset, &buffers, &crcs)) return NULL;
-    if (open_targets(&given, buffers, crcs)) goto end;
+    if (open_given(&given, buffers, crcs)) goto end;
     Py_ssize_t done;
     Py_BEGIN_ALLOW_THREADS
     done = read_all(fd, (off_t)offset, given.all);
@@ -612,7 +705,7 @@ static PyObject *fill(PyObject *module, PyObject *args) {
     Given given;
     (void)module;
     if (!PyArg_ParseTuple(args, "Oy*|O", &buffers, &data, &crcs)) return NULL;
-    if (open_targets(&given, buffers, crcs)) goto end;
+    if (open_given(&given, buffers, crcs)) goto end;
     size_t total = 0;
     for (Py_ssize_t k = 0; k < given.all->count; k++) total += given.all->targets[k].left;
     if (total > (size_t)data.len) {
@@ -692,11 +785,12 @@ static PyMethodDef methods[] = {
     {"copy", copy, METH_VARARGS, "copy(target, source): copy the bytes of a buffer into another one of as many bytes."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(buffer, value=0): the CRC-32C of a buffer, continued from `value`."},
     {"crc32", crc32, METH_VARARGS, "crc32(buffer, value=0): the CRC-32 of a buffer, as in zip files, continued from `value`."},
-    {"fill", fill, METH_VARARGS, "fill(buffers, data, crcs=None): copy bytes into buffers, past the cache, and continue a CRC-32C with each."},
+    {"crc32c_each", crc32c_each, METH_VARARGS, "crc32c_each(items, nbytes, value): the CRC-32C of each item of so many bytes, continued from `value`."},
+    {"fill", fill, METH_VARARGS, "fill(buffers, data, crcs=None): copy bytes into buffers, or columns, past the cache, and continue a CRC-32C with each."},
     {"fingerprint", fingerprint, METH_VARARGS, "fingerprint(words, steps, first): the two sums of a buffer of words; see geometry/fingerprint.py."},
     {"interpret", interpret, METH_VARARGS, "interpret(data, meaning, calls, damaged): the value of a pickle; see sources/pickle/unpickler.py."},
     {"pack", pack, METH_VARARGS, "pack(target, file, begin, elements, starts, places, sums): tiles with their checksums; see format/packing.py."},
-    {"read_into", read_into, METH_VARARGS, "read_into(fd, offset, buffers, crcs=None): fill buffers, and continue a CRC-32C with each; returns the bytes read."},
+    {"read_into", read_into, METH_VARARGS, "read_into(fd, offset, buffers, crcs=None): fill buffers, or columns, and continue a CRC-32C with each; returns the bytes read."},
     {"seal", seal, METH_VARARGS, "seal(chunks, pitch): put the CRC-32C of each chunk behind it; returns the XXH3-128 of each."},
     {"write_all", write_all, METH_VARARGS, "write_all(fd, data): write all of a buffer to a file, 256 KiB at a time."},
     {NULL, NULL, 0, NULL}};

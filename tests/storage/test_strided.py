@@ -9,8 +9,10 @@ import random
 import resource
 import threading
 import zlib
-from itertools import product
+from array import array
+from itertools import accumulate, pairwise, product
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -127,6 +129,79 @@ def test_rows_are_read_and_filled_in_order(view: NDArray[np.uint8]) -> None:
         other = np.zeros(view.size + 20, np.uint8)
         assert strided.read_scattered(fd, 0, [view.data, other.data]) == view.size + 5
         assert view.tobytes() + other[:5].tobytes() == data
+    finally:
+        os.close(fd)
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> strided.Column:
+    """Chunks anywhere in memory, in any order, and perhaps what is behind each."""
+    run, count, rows = draw(st.integers(1, 5000)), draw(st.integers(1, 9)), draw(st.integers(1, 3))
+    wide = run + draw(st.integers(0, 70))
+    memory = np.zeros((count, rows, wide), np.uint8)[:: draw(st.sampled_from([1, -1]))]
+    first = draw(st.integers(0, wide - run))
+    chunks = memory[:, :, first : first + run] if rows > 1 else memory[:, 0, first : first + run]
+    gap = draw(st.sampled_from([0, 4, 17]))
+    return strided.Column(chunks, memoryview(bytearray(gap * count)) if gap else None)
+
+
+@given(given_columns=st.lists(columns(), min_size=1, max_size=4), data=st.data())
+def test_columns_of_chunks_are_read_and_filled_as_their_buffers(
+    given_columns: list[strided.Column], data: st.DataObject
+) -> None:
+    buffers = strided.ChunkBuffers(given_columns)
+    content = random.Random(len(buffers)).randbytes(buffers.nbytes)
+    assert [b.nbytes for b in buffers] == [buffers[k].nbytes for k in range(len(buffers))]
+    assert strided.nbytes_of(buffers) == sum(b.nbytes for b in buffers[:])
+    before = data.draw(
+        st.lists(st.integers(0, (1 << 32) - 1), min_size=len(buffers), max_size=len(buffers))
+    )
+    ends = [0, *accumulate(b.nbytes for b in buffers)]
+    parts = [content[a:b] for a, b in pairwise(ends)]
+    expected = [crc32c(part, crc) for part, crc in zip(parts, before, strict=True)]
+    with TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        for act in (
+            lambda crcs: strided.read_scattered(file.fileno(), 0, buffers, crcs),
+            lambda crcs: strided.fill(buffers, memoryview(content), crcs),
+        ):
+            for buffer in buffers:
+                np.asarray(buffer)[...] = 0
+            crcs = array("I", before)
+            act(crcs)
+            assert [bytes(b) for b in map(strided_bytes, buffers)] == parts
+            assert crcs.tolist() == expected
+
+
+def test_columns_that_are_none_are_refused(native: bool, tmp_path: Path) -> None:
+    if not native:
+        pytest.skip("only ucformat._native takes columns")
+    chunks, behind = np.zeros((3, 8), np.uint8), memoryview(bytearray(12))
+    crcs = array("I", [0] * 6)
+    (tmp_path / "file").write_bytes(bytes(100))
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        assert strided._native_read_into(fd, 0, [(chunks, behind)], crcs) == 36
+        for columns_given, sums in [
+            ([(chunks[0], behind)], crcs),  # no dim of chunks
+            ([(chunks, behind[:5])], crcs),  # not of all alike
+            ([(chunks, behind[:0])], crcs),
+            ([(chunks[:0], None)], array("I")),
+            ([(chunks, behind)], crcs[:5]),
+            ([(chunks, None)], crcs),
+        ]:
+            with pytest.raises(ValueError, match=r"column|32 bits"):
+                strided._native_read_into(fd, 0, columns_given, sums)
+        for wrong in ([chunks], [(chunks,)], [(chunks[:, ::2], None)], [(bytes(9), None)]):
+            with pytest.raises((TypeError, ValueError, BufferError, SystemError)):
+                strided._native_read_into(fd, 0, wrong, array("I", [0] * 3))
+        assert strided.checksums(bytes(range(16)), 8, 7).tolist() == [
+            crc32c(bytes(range(8)), 7),
+            crc32c(bytes(range(8, 16)), 7),
+        ]
+        with pytest.raises(ValueError, match="no items of 8"):
+            strided._native_crc32c_each(bytes(9), 8, 0)
     finally:
         os.close(fd)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from ucformat.reading.plan import ReadItem, make_plan
 from ucformat.storage.base import read_ranges, stored_key
 from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.concurrency import map_io
-from ucformat.storage.strided import SHORT_ROW, checksum, fill
+from ucformat.storage.strided import SHORT_ROW, ChunkBuffers, Column, checksum, checksums, fill
 from ucformat.storage.wrappers import first_info, routed
 
 if TYPE_CHECKING:
@@ -118,11 +119,12 @@ def read_chunks(
         offsets: where they begin.
     """
     block = tiles.block_at(offsets[0])
+    parts = [np.frombuffer(out, np.uint8)[None] for out in outs]
 
     def read() -> None:
         fill_next = partial(store.read_into, tiles.file, offsets[0])
         try:
-            _fill_chunks(store, tiles.file, [_Chunks(block, offsets, outs, label)], fill_next)
+            _fill_chunks(store, tiles.file, [_Chunks(block, offsets, parts, label)], fill_next)
         except NotFound as error:
             raise MissingData(f"{label}: {error.message}") from error
 
@@ -469,26 +471,36 @@ def _read_rows(store: Store, r: Request, memories: Sequence[Memory], scratch: Me
     return scratch
 
 
+def _has_short_rows(copy: Copy) -> bool:
+    return copy.shape[-1] < SHORT_ROW and len(copy.shape) > 1
+
+
+def _contiguous(copy: Copy) -> tuple[int, int]:
+    """The bytes of runs that are contiguous in the file, and the number of dims over which they are repeated."""
+    run, outer = 1, len(copy.shape)
+    while outer and copy.src_strides[outer - 1] == run:
+        outer -= 1
+        run *= copy.shape[outer]
+    return run, outer
+
+
+def _direct_chunks(copy: Copy, block: Block, memory: Memory) -> Memory | None:
+    """The memory of chunks whose bytes have the same order in the file; the first dim is that of chunks."""
+    if _has_short_rows(copy) or _contiguous(copy)[0] != block.nbytes:
+        return None
+    strides = (copy.dst_step, *copy.dst_strides)
+    return np.ndarray((copy.count, *copy.shape), np.uint8, memory, copy.dst, strides)
+
+
 def _direct_buffers(copy: Copy, nbytes: int, memory: Memory) -> Iterator[memoryview]:
     """The buffers to read a request into if its bytes have the same order in the file and in memory; none if not.
 
-    Of chunks that are verified, one each. Bytes between runs that are adjacent up to gaps go to a
-    buffer that nobody reads.
+    Bytes between runs that are adjacent up to gaps go to a buffer that nobody reads.
     """
-    block, shape = copy.block, copy.shape
-    if shape[-1] < SHORT_ROW and len(shape) > 1:
+    shape = copy.shape
+    if _has_short_rows(copy):
         return
-    outer = len(shape)  # dims over which runs are repeated that are contiguous in the file
-    run = 1
-    while outer and copy.src_strides[outer - 1] == run:
-        outer -= 1
-        run *= shape[outer]
-    if block is not None:
-        if run == block.nbytes:
-            of_each = (copy.dst_step, *copy.dst_strides)
-            chunks = np.ndarray((copy.count, *shape), np.uint8, memory, copy.dst, of_each)
-            yield from (chunk.data for chunk in chunks)
-        return
+    run, outer = _contiguous(copy)
     span = run
     for n, step in zip(reversed(shape[:outer]), reversed(copy.src_strides[:outer]), strict=True):
         if step < span or run < _MIN_RUN:
@@ -553,11 +565,10 @@ def _fill_in_place(
             block := copy.block
         ) is None or block.offset < end:  # of a chunk that another copy verifies
             return False
-        direct = list(_direct_buffers(copy, r.nbytes, memories[copy.buffer]))
-        if not direct:
+        if (own := _direct_chunks(copy, block, memories[copy.buffer])) is None:
             return False
         starts = [block.offset + k * copy.src_step for k in range(copy.count)]
-        chunks.append(_Chunks(block, starts, direct, labels[copy.buffer]))
+        chunks.append(_Chunks(block, starts, [own], labels[copy.buffer]))
         end = starts[-1] + block.stored
     _fill_chunks(store, r.file, chunks, fill_next)
     return True
@@ -602,45 +613,56 @@ def _fill_alike(
 
 
 class _Chunks(NamedTuple):
-    """Adjacent chunks like `block` of a file: where they begin, and the buffers to read them into."""
+    """Adjacent chunks like `block` of a file: where they begin, and their memory, one part after another."""
 
     block: Block
     starts: Sequence[int]
-    buffers: Sequence[memoryview]
+    parts: Sequence[Memory]
     label: str
 
 
 def _fill_chunks(store: Store, file: str, chunks: Sequence[_Chunks], fill_next: Fill) -> None:
-    """Fill the buffers of chunks, and of the gaps between them, with the next bytes of a file, and verify them."""
-    buffers: list[memoryview] = []
-    crcs: list[int] = []
+    """Fill the memory of chunks with the next bytes of a file, without the gaps between them, and verify them."""
+    columns: list[Column] = []
+    crcs = array("I")
     # of each run of chunks: the number of its first buffer, and the stored checksums
-    runs: list[tuple[int, memoryview]] = []
+    runs: list[tuple[int, memoryview | None]] = []
     end = chunks[0].starts[0]
-    for block, starts, direct, _ in chunks:
-        if starts[0] > end:
-            buffers.append(memoryview(bytearray(starts[0] - end)))
+    for block, starts, parts, _ in chunks:
+        if (gap := starts[0] - end) > 0:
+            columns.append(Column(np.empty((1, gap), np.uint8)))
             crcs.append(0)
-        begun = [_start(file, block, at) for at in starts] if block.placed else [0] * len(starts)
-        stored = memoryview(bytearray(_CRC.size * len(starts) if block.crc32c is None else 0))
-        runs.append((len(buffers), stored))
-        if block.crc32c is None:
-            each = [stored[a : a + _CRC.size] for a in range(0, stored.nbytes, _CRC.size)]
-            buffers += chain.from_iterable(zip(direct, each, strict=True))
-            # the checksum of a stored checksum is not used
-            crcs += chain.from_iterable(zip(begun, repeat(0), strict=False))
-        else:
-            buffers += direct
-            crcs += begun
+        behind = memoryview(bytearray(_CRC.size * len(starts))) if block.crc32c is None else None
+        runs.append((len(crcs), behind))
+        _start_checksums(crcs, file, block, starts)
+        at = 0
+        for part in parts:
+            stop = at + _CRC.size * len(part)
+            columns.append(Column(part, None if behind is None else behind[at:stop]))
+            at = stop
         end = starts[-1] + block.stored
-    fill_next(buffers, crcs)
-    for (block, starts, _, label), (first, stored) in zip(chunks, runs, strict=True):
-        if block.crc32c is None:
-            expected: Iterable[int] = (crc for (crc,) in _CRC.iter_unpack(stored))
-            own = crcs[first : first + 2 * len(starts) : 2]
+    fill_next(ChunkBuffers(columns), crcs)
+    computed = np.frombuffer(crcs, np.uint32)
+    for (block, starts, _, label), (first, behind) in zip(chunks, runs, strict=True):
+        if behind is None:
+            own = computed[first : first + len(starts)]
+            expected = np.full(len(starts), block.crc32c, np.uint32)
         else:
-            expected, own = repeat(block.crc32c), crcs[first : first + len(starts)]
-        _check(store, file, block, zip(starts, own, expected, strict=False), label)
+            own = computed[first : first + 2 * len(starts) : 2]
+            expected = np.frombuffer(behind, "<u4")
+        if (own != expected).any():
+            checks = zip(starts, own.tolist(), expected.tolist(), strict=True)
+            _check(store, file, block, checks, label)
+
+
+def _start_checksums(crcs: array[int], file: str, block: Block, starts: Sequence[int]) -> None:
+    """Append those from which the checksums of chunks, and of what is stored behind each, continue."""
+    step = 1 if block.crc32c is not None else 2  # the checksum of a stored checksum is not used
+    first = len(crcs)
+    crcs.frombytes(bytes(crcs.itemsize * step * len(starts)))
+    if block.placed:
+        offsets = np.array(starts, "<u8").tobytes()
+        crcs[first::step] = checksums(offsets, 8, name_checksum(file))
 
 
 def _fill_from(data: memoryview, buffers: Sequence[memoryview], crcs: Checksums | None) -> None:

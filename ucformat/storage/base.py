@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
@@ -53,8 +53,8 @@ __all__ = [
 #: Data to write or to hash: any contiguous buffer.
 Bytes = bytes | bytearray | memoryview
 
-#: The CRC-32C of each of several buffers.
-Checksums = list[int]
+#: The CRC-32C of each of several buffers: a list, or an array of type `I`.
+Checksums = MutableSequence[int]
 
 #: Prefix of the names of temporary files and locks, which `Store.list` does not return.
 HIDDEN = ".ucf-"

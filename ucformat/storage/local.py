@@ -55,7 +55,7 @@ from ucformat.storage.local_files import (
     walk,
 )
 from ucformat.storage.profiles import profile_of
-from ucformat.storage.strided import fill, read_scattered, write_all
+from ucformat.storage.strided import fill, nbytes_of, read_scattered, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -145,7 +145,7 @@ class LocalStore(Store):
     ) -> None:
         """Fill buffers by `preadv`, without intermediate copies."""
         name = f"{self._root}/{key}"
-        wanted = sum(b.nbytes for b in buffers)
+        wanted = nbytes_of(buffers)
         if offset < 0:
             check_range(name, offset, wanted, 0)
         with mapping_os_errors("read", name):

@@ -11,10 +11,13 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -99,6 +102,7 @@ try:
     from ucformat._native import copy as _native_copy
     from ucformat._native import crc32 as _native_crc32
     from ucformat._native import crc32c as _native_crc32c
+    from ucformat._native import crc32c_each as _native_crc32c_each
     from ucformat._native import fill as _native_fill
     from ucformat._native import read_into as _native_read_into
     from ucformat._native import write_all as _native_write_all
@@ -117,6 +121,69 @@ _IOV_MAX = 1024
 _WRITE = 256 << 10
 _CALL = 8 << 20  # bytes that are written before a signal is handled
 _RELEASE_GIL = 256 << 10  # bytes whose checksum takes longer than releasing and reacquiring the GIL
+
+
+class Column(NamedTuple):
+    """Chunks that a file has one behind the other, where the first dim is that of chunks, and what follows each.
+
+    `behind` is contiguous, and None if nothing follows.
+    """
+
+    chunks: NDArray[np.uint8]
+    behind: memoryview | None = None
+
+
+class ChunkBuffers(Sequence[memoryview]):
+    """The buffers of columns of chunks, those of chunks and of what follows them alternately.
+
+    For `_native` it takes no object for each of them: threads would wait for the GIL.
+    """
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self.columns = columns
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(c.chunks.nbytes + (c.behind.nbytes if c.behind else 0) for c in self.columns)
+
+    def __len__(self) -> int:
+        return sum(len(c.chunks) * (1 if c.behind is None else 2) for c in self.columns)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for chunks, behind in self.columns:
+            gap = len(behind) // len(chunks) if behind else 0
+            for number, chunk in enumerate(chunks):
+                yield chunk.data
+                if behind is not None:
+                    yield behind[number * gap : (number + 1) * gap]
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
+    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return next(islice(self, index % len(self), None))
+
+
+def nbytes_of(buffers: Sequence[memoryview]) -> int:
+    """The bytes of all buffers."""
+    return buffers.nbytes if isinstance(buffers, ChunkBuffers) else sum(b.nbytes for b in buffers)
+
+
+def _for_native(
+    buffers: Sequence[memoryview], crcs: Checksums | None
+) -> Sequence[memoryview] | Sequence[Column]:
+    """Buffers as `_native` takes them: columns if their checksums are an array."""
+    return (
+        buffers.columns
+        if isinstance(buffers, ChunkBuffers) and isinstance(crcs, array)
+        else buffers
+    )
 
 
 def rows(buffer: memoryview) -> Iterator[memoryview]:
@@ -140,7 +207,7 @@ def fill(buffers: Sequence[memoryview], data: memoryview, crcs: Checksums | None
         data: contiguous bytes, at least as many as the buffers have.
     """
     if NATIVE:
-        _native_fill(buffers, data, crcs)
+        _native_fill(_for_native(buffers, crcs), data, crcs)
         return
     import numpy as np
 
@@ -179,7 +246,8 @@ def extend(crcs: Checksums | None, buffers: Sequence[memoryview]) -> None:
         crcs: the CRC-32C of what precedes each buffer (None: do nothing).
     """
     if crcs is not None:
-        crcs[:] = map(checksum, buffers, crcs)
+        for number, buffer in enumerate(buffers):
+            crcs[number] = checksum(buffer, crcs[number])
 
 
 def checksum(data: Bytes, before: int = 0) -> int:
@@ -195,6 +263,19 @@ def checksum(data: Bytes, before: int = 0) -> int:
     for row in rows(memoryview(data)):
         before = crc32c(row, before, gil_release_mode=1 if row.nbytes >= _RELEASE_GIL else 0)
     return before
+
+
+def checksums(items: Bytes, nbytes: int, before: int) -> array[int]:
+    """The CRC-32C of each of short items of so many bytes.
+
+    Args:
+        before: CRC-32C of what precedes each of them.
+    """
+    if NATIVE:
+        return array("I", _native_crc32c_each(items, nbytes, before))
+    view = memoryview(items).cast("B")
+    each = (view[at : at + nbytes] for at in range(0, len(view), nbytes))
+    return array("I", [checksum(item, before) for item in each])
 
 
 def crc32(data: Bytes, before: int = 0) -> int:
@@ -216,7 +297,7 @@ def read_scattered(
         file.
     """
     if NATIVE:
-        return _native_read_into(fd, offset, buffers, crcs)
+        return _native_read_into(fd, offset, _for_native(buffers, crcs), crcs)
     remaining = [row for buffer in buffers for row in rows(buffer)]
     remaining.reverse()
     done = 0
