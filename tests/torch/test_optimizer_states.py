@@ -466,3 +466,29 @@ def test_numbers_that_nothing_explains_ask_for_names(tmp_path: Path) -> None:
     assert str(entry).startswith("group 0 of optimizer on rank 0: its parameters have numbers")
     groups = [[name for name, _ in model.named_parameters()]]
     assert ucf.certify(state, ucformat.open(tmp_path / "ck.pt", options={"groups": groups}))
+
+
+@pytest.mark.parametrize("form", ["zarr", "packed"])
+def test_a_step_that_a_group_has_is_that_of_its_parameters(tmp_path: Path, form: Any) -> None:
+    """As Megatron-Core and fused optimizers save it, of which PyTorch's take a tensor for each parameter."""
+    model, optimizer = trained(adamw, 3)
+    expected = held(model, optimizer)
+    for states in optimizer.state.values():
+        assert states.pop("step") == 3
+    optimizer.param_groups[0]["step"] = 3
+    ucf.save({"model": model, "optimizer": optimizer}, tmp_path / "ck", form=form)
+    assert {key.state for key in ucformat.open(tmp_path / "ck").tensors} == {
+        "weight",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+    other = Net()
+    again = adamw(other)
+    report = ucf.load({"model": other, "optimizer": again}, tmp_path / "ck", certify=True)
+    assert (bool(report), report.missing) == (True, ())
+    assert same(held(other, again), expected)
+    assert not again.state.get(other.unused.weight)
+    again.state[other.a.weight]["step"] += 1
+    certificate = ucf.certify({"model": other, "optimizer": again}, tmp_path / "ck")
+    assert not certificate
+    assert [entry.name for entry in certificate.different] == ["a.weight (step)"]

@@ -25,7 +25,7 @@ from ucformat.torch.loading.arguments import LoadOptions
 from ucformat.torch.loading.certify import CertifyArguments, LiveState, certify_local
 from ucformat.torch.loading.match import PARAMETER, Problems, stored_names
 from ucformat.torch.loading.share import open_together
-from ucformat.torch.loading.values import FittedValues
+from ucformat.torch.loading.values import FittedValues, fit_plain_states
 from ucformat.torch.state.local import local_of
 from ucformat.torch.state.memory import torch_dtype
 
@@ -94,11 +94,13 @@ def certify_engine(
         if optimizer and stored.trained:
             counted = FittedValues()
             tensors += _counters(entries, stored, counted)
+            tensors, numbers = fit_plain_states(tensors, ck, names)
             values = [
                 fit_groups(entries, trainer, ck, names),
                 fit_parts(trainer, ck, scheduler=scheduler, trust=options.trust),
                 values_now(trainer, ck),
                 counted,
+                numbers,
             ]
         else:
             tensors = [t for t in tensors if t.info.state in PARAMETER]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,12 @@ import torch
 
 from ucformat.geometry.tensor import Key
 from ucformat.torch.loading.match import PARAMETER, holds_training
+from ucformat.torch.loading.values import plain_states
 from ucformat.torch.state.memory import torch_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ucformat.checkpoint import Checkpoint
 
 
@@ -26,16 +28,8 @@ class StoredStates:
 
     @cached_property
     def plain(self) -> dict[str, dict[str, Any]]:
-        """States that are plain numbers, by stored name."""
-        plain: dict[str, dict[str, Any]] = {}
-        for group in self.ck.manifest.groups:
-            for state, value in (group.options.get("state") or {}).items():
-                by_name = value
-                if not isinstance(value, Mapping):
-                    by_name = dict.fromkeys(group.params, value)
-                for name, number in by_name.items():
-                    plain.setdefault(name, {})[state] = number
-        return plain
+        """States that are plain numbers, by stored name and state."""
+        return plain_states(self.ck)
 
     @cached_property
     def trained(self) -> bool:

@@ -37,7 +37,7 @@ from ucformat.torch.loading.match import (
 )
 from ucformat.torch.loading.read import read
 from ucformat.torch.loading.share import open_together, read_shared
-from ucformat.torch.loading.values import FittedValues
+from ucformat.torch.loading.values import FittedValues, plain_states
 from ucformat.torch.state.collect import ValueSlot
 from ucformat.torch.state.local import LocalShard, local_of
 from ucformat.torch.state.memory import torch_dtype
@@ -383,9 +383,7 @@ class _Plan:
                 scalar = torch.zeros((), dtype=torch_dtype(info.dtype))
                 scalars.append(local_of(name, "step", scalar))
                 continue
-            of_group = self._hypers.get(stored, {})
-            value = of_group.get("step", (of_group.get("state") or {}).get("step"))
-            value = value.get(stored) if isinstance(value, Mapping) else value
+            value = self._plain_states.get(stored, {}).get("step")
             if value is not None:
                 recorded.setdefault(float(decode(value)), name)
         matched, problems, _ = match(scalars, {}, self.ck, self.names, cast=True)
@@ -404,6 +402,10 @@ class _Plan:
         if not recorded and names:
             self.values.missing.append(f"the step of {names[0]}")
         return next(iter(recorded), None)
+
+    @cached_property
+    def _plain_states(self) -> Mapping[str, Mapping[str, Any]]:
+        return plain_states(self.ck)
 
     @cached_property
     def _hypers(self) -> dict[str, Mapping[str, Any]]:

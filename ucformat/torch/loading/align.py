@@ -17,6 +17,7 @@ from ucformat.torch.loading.values import (
     SavedState,
     fit_groups,
     fit_objects,
+    fit_plain_states,
     fit_wrappers,
     resize_extra_states,
     take_values,
@@ -90,10 +91,12 @@ def align(
         resize_extra_states(collected, recorded)
     entries = asked_entries(collected, recorded)
     aliases, targets = without_ties(locals_of(collected))
+    targets, numbers = fit_plain_states(targets, ck, recorded.names)
     objects = fit_objects(collected, recorded, ranks, trust=options.trust, cast=options.cast)
     groups = fit_groups(
         collected, recorded, lambda text: fits(text, *options.leave), trust=options.trust
     )
+    groups.values += numbers.values
     problems |= (
         objects.problems()
         | groups.problems()

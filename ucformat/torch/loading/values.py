@@ -16,7 +16,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import IntKey, json_key
 from ucformat.reading.state_names import GROUPS, dotted
 from ucformat.reading.values import from_json, is_flattened, is_special, without_class
-from ucformat.torch.loading.match import Problems
+from ucformat.torch.loading.match import PARAMETER, Problems
 from ucformat.torch.state.collect import NoPlace, ValueSlot
 from ucformat.torch.state.memory import dtype_name, torch_dtype
 from ucformat.torch.state.objects import Rng, decode, encode, unfit
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group as Ranks
     from ucformat.torch.state.collect import CollectedState
     from ucformat.torch.state.groups import CollectedGroup
+    from ucformat.torch.state.local import LocalShard
     from ucformat.torch.state.objects import PerRank
     from ucformat.torch.state.subclasses import TakenApart
 
@@ -173,6 +174,27 @@ class SavedState:
             if type(part) is int
         }
         return list(_leaves(self.ck.objects, (), lists))
+
+
+def plain_states(ck: Checkpoint) -> dict[str, dict[str, Any]]:
+    """The states of parameters that are plain numbers beside hyper-parameters, by stored name and state.
+
+    Megatron-Core and fused optimizers have one step for a group, which is that of each of its
+    parameters that has other states.
+    """
+    plain: dict[str, dict[str, Any]] = {}
+    for group in ck.manifest.groups:
+        for state, value in (group.options.get("state") or {}).items():
+            by_name = value if isinstance(value, Mapping) else dict.fromkeys(group.params, value)
+            for name, number in by_name.items():
+                plain.setdefault(name, {})[state] = number
+        if not isinstance(step := group.options.get("step"), int | float):
+            continue
+        for name in group.params:
+            states = ck.states(name)
+            if "step" not in states and any(state not in PARAMETER for state in states):
+                plain.setdefault(name, {}).setdefault("step", step)
+    return plain
 
 
 def _shown(record: Any, part: str) -> str:
@@ -553,6 +575,34 @@ def fit_groups(
                 elif docs:
                     fit_group(label, text, part, docs[0], saved)
     return fit
+
+
+def fit_plain_states(
+    targets: Sequence[LocalShard], ck: Checkpoint, names: Mapping[str, str]
+) -> tuple[list[LocalShard], FittedValues]:
+    """Match states that are tensors without dims here, and plain numbers in the checkpoint.
+
+    Args:
+        names: those in the checkpoint.
+
+    Returns:
+        the other targets, and the numbers.
+    """
+    fit, others = FittedValues(), []
+    plain = plain_states(ck)
+    for target in targets:
+        name, state = target.key
+        stored = Key(names.get(name, name), state)
+        saved = plain.get(stored.name, {}).get(state)
+        if target.info.shape or saved is None or stored in ck.tensors:
+            others.append(target)
+            continue
+        tensor, number = target.tensor, decode(saved)
+        # in the dtype that it has here: a step may be 3 there, and 3.0 here
+        as_here = torch.tensor(number).to(tensor.dtype).item()
+        settled = as_here if as_here == number else number
+        fit.fit(str(target.key), ValueSlot(tensor.item(), tensor.fill_), number, settled)
+    return others, fit
 
 
 def _add_lacking(
