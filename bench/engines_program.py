@@ -198,7 +198,8 @@ def mean(loss: torch.Tensor) -> float:
     """The mean over all ranks, of which as many have each part of a batch."""
     total = loss.detach().clone()
     dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
+    ranks: int = dist.get_world_size()
+    return float(total) / ranks
 
 
 def said(report: Any) -> list[str]:
