@@ -11,7 +11,7 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.automodel.source import INCOMPLETE, LOSSES, MODEL, OPTIM, SCHEDULER
+from ucformat.engines.automodel.folder import INCOMPLETE, LOSSES, MODEL, OPTIM, SCHEDULER
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, first_names, option_text
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import CheckpointMetadata
@@ -26,7 +26,7 @@ from ucformat.storage.wrappers import PrefixStore
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ucformat.engines.automodel.source import AutomodelOptions
+    from ucformat.engines.automodel.folder import AutomodelOptions
     from ucformat.reading.readable import FileRecord
     from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Store

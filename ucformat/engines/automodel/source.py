@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.sources.base import Source, option
-from ucformat.sources.distcp import ItemOptions
+from ucformat.engines.automodel.folder import (
+    INCOMPLETE,
+    LOSSES,
+    MODEL,
+    OPTIM,
+    SCHEDULER,
+    AutomodelOptions,
+)
+from ucformat.sources.base import Source
 from ucformat.sources.model_files import root_files
 from ucformat.storage.base import exists
 
@@ -16,18 +22,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["Automodel"]
-
-MODEL, OPTIM = "model", "optim"
-SCHEDULER, LOSSES, INCOMPLETE = "step_scheduler.pt", "losses.json", ".incomplete"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AutomodelOptions(ItemOptions):
-    """The options of `Automodel`."""
-
-    optimizer: bool = option(
-        default=True, how="flag", text="whether to read the optimizer's states"
-    )
 
 
 class Automodel(Source):

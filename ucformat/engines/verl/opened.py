@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.verl.source import RANK_FILE
+from ucformat.engines.verl.folder import RANK_FILE
 from ucformat.errors import (
     AmbiguousLayout,
     IntegrityError,
@@ -38,7 +38,7 @@ from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from ucformat.engines.verl.source import VerlOptions
+    from ucformat.engines.verl.folder import VerlOptions
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ucformat.sources.base import PickleOptions, Source, option
+from ucformat.engines.verl.folder import RANK_FILE, VerlOptions
+from ucformat.sources.base import Source
 from ucformat.sources.model_files import root_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ucformat.engines.verl.opened import OpenVerl
     from ucformat.storage.base import Store
 
 __all__ = ["Verl"]
-
-RANK_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerlOptions(PickleOptions):
-    """The options of `Verl`."""
-
-    optimizer: bool = option(
-        default=True, how="flag", text="whether to read the optimizer's states"
-    )
-    groups: Mapping[str, Sequence[Sequence[str]]] | Sequence[Sequence[str]] | None = option(
-        None,
-        "document",
-        "the names of each optimizer group's parameters, in order, if the files do not determine "
-        "them",
-    )
 
 
 class Verl(Source):
