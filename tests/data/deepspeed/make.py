@@ -23,6 +23,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.ds_to_universal import main as to_universal
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import groups as parallel
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
 
@@ -72,6 +73,24 @@ SPECS: dict[str, dict[str, Any]] = {
     "ep2-z0": {"world": 2, "ep": 2, "zero": 0, "freeze": "deepspeed_experts.0.down"},
     "ep2-dp4-z0-bf16": {"world": 4, "ep": 2, "zero": 0, "dtype": "bf16", "data_first": True},
     "ep1-dp2-z1": {"world": 2, "ep": 1, "zero": 1, "groups": 2},
+    "pp2-ep2-dp2-z1": {
+        "world": 4,
+        "pp": 2,
+        "ep": 2,
+        "zero": 1,
+        "dtype": "bf16",
+        "tied": True,
+        "groups": 2,
+        "buffers": True,
+    },
+    "pp2-ep2-z0": {"world": 4, "pp": 2, "ep": 2, "zero": 0},
+    "tp2-ep2-dp2-z1": {"world": 4, "tp": 2, "ep": 2, "zero": 1, "dtype": "bf16", "groups": 2},
+    "tp2-ep2-z0": {"world": 4, "tp": 2, "ep": 2, "zero": 0},
+    "tp2-ep2-across-z1": {"world": 4, "tp": 2, "ep": 2, "zero": 1, "across": True, "layers": 2},
+    "tp2-ep4-across-z0": {"world": 4, "tp": 2, "ep": 4, "zero": 0, "across": True},
+    "autoep2-dp4-z1": {"world": 4, "ep": 2, "auto": True, "zero": 1, "dtype": "bf16", "groups": 2},
+    "autoep2-z0": {"world": 2, "ep": 2, "auto": True, "zero": 0},
+    "autoep2-dp4-z3": {"world": 4, "ep": 2, "auto": True, "zero": 3, "dtype": "bf16"},
     "universal-z1": {
         "world": 2,
         "zero": 1,
@@ -141,17 +160,32 @@ class Expert(torch.nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
+def moe_of(ep: int, *, residual: bool = False, cut: bool = False) -> MoE:
+    """A layer of four experts; `cut`: each rank of tensor parallelism has a part of each."""
+    return MoE(HIDDEN, Expert(), num_experts=4, ep_size=ep, k=1, capacity_factor=4.0, min_capacity=8, use_rts=False,
+               drop_tokens=cut, use_residual=residual, enable_expert_tensor_parallelism=cut)  # fmt: skip
+
+
+class Routed(torch.nn.Module):
+    """A layer of a pipeline whose tokens each pass one of its experts."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__()
+        self.norm, self.moe = torch.nn.LayerNorm(HIDDEN), moe_of(ep)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(self.norm(x))[0]
+
+
 class Experts(torch.nn.Module):
     """A model with layers of four experts, and of one more that all tokens pass in the last."""
 
-    def __init__(self, vocab: int, ep: int, layers: int) -> None:
+    def __init__(self, vocab: int, ep: int, layers: int, *, cut: bool = False) -> None:
         super().__init__()
         self.embed, self.block = Embed(vocab), Block(buffers=True)
         self.moe = torch.nn.ModuleList(
-            MoE(HIDDEN, Expert(), num_experts=4, ep_size=ep, k=1, capacity_factor=4.0, min_capacity=8, use_rts=False,
-                drop_tokens=False, use_residual=i == layers - 1)
-            for i in range(layers)
-        )  # fmt: skip
+            moe_of(ep, residual=i == layers - 1, cut=cut) for i in range(layers)
+        )
         self.head = Head(vocab)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -160,6 +194,41 @@ class Experts(torch.nn.Module):
             y, aux, _ = layer(x)
             x, balance = x + y, balance + aux
         return Namespace(loss=loss_of(self.head(x), labels) + 0.01 * balance)
+
+
+class Stack(torch.nn.Module):
+    """Four experts in one tensor for each of their matrices, as Transformers keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(4, 2 * INNER, HIDDEN) / 4)
+        self.down_proj = torch.nn.Parameter(torch.randn(4, HIDDEN, INNER) / 4)
+        self.act_fn = torch.nn.SiLU()
+
+
+class Mixture(torch.nn.Module):
+    """What AutoEP replaces by a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = torch.nn.Linear(HIDDEN, 4, bias=False), Stack()
+
+
+class Mixtures(torch.nn.Module):
+    """A model for AutoEP."""
+
+    def __init__(self, vocab: int, layers: int) -> None:
+        super().__init__()
+        self.config = Namespace(num_local_experts=4, num_experts_per_tok=2, hidden_act="silu")
+        self.embed, self.block = Embed(vocab), Block(buffers=True)
+        self.moe = torch.nn.ModuleList(Mixture() for _ in range(layers))
+        self.head = Head(vocab)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.block(self.embed(input_ids))
+        for layer in self.moe:
+            x = x + layer(x)
+        return Namespace(loss=loss_of(self.head(x), labels))
 
 
 class Head(torch.nn.Module):
@@ -194,12 +263,17 @@ def model_of(spec: dict[str, Any]) -> torch.nn.Module:
             else [LayerSpec(Embed, vocab), LayerSpec(Head, vocab)]
         )
         blocks = [LayerSpec(Block, buffers=spec.get("buffers", False)) for _ in range(2)]
+        if "ep" in spec:
+            blocks = [LayerSpec(Routed, spec["ep"]), blocks[0], LayerSpec(Routed, spec["ep"])]
         layers = [ends[0], *blocks, LayerSpec(torch.nn.LayerNorm, HIDDEN), ends[1]]
         return PipelineModule(
             layers, num_stages=spec["pp"], loss_fn=loss_of, partition_method="uniform"
         )
+    if "auto" in spec:
+        return Mixtures(vocab, spec.get("layers", 2))
     if "ep" in spec:
-        return Experts(vocab, spec["ep"], spec.get("layers", 1))
+        cut = spec.get("tp", 1) > 1 and not spec.get("across")
+        return Experts(vocab, spec["ep"], spec.get("layers", 1), cut=cut)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = spec.get("heads", 4)
@@ -224,10 +298,28 @@ def config_of(spec: dict[str, Any]) -> dict[str, Any]:
         out["bf16"] = {"enabled": True}
     if spec.get("bf16_optimizer"):
         out["data_types"] = {"grad_accum_dtype": "fp32"}
+    if "auto" in spec:
+        names = {"expert_w1": "gate_up_proj", "expert_w2": "down_proj", "expert_w3": None}
+        patterns = {
+            "moe_layer_pattern": r"moe\.\d+",
+            "router_pattern": "gate",
+            "expert_pattern": "experts",
+        }
+        counts = {"num_experts_attr": "num_local_experts", "top_k_attr": "num_experts_per_tok"}
+        auto = {"enabled": True, "autoep_size": spec["ep"], "use_grouped_mm": False}
+        out["expert_parallel"] = {**auto, **patterns, **names, **counts}
     if spec.get("data_first"):
         out["use_data_before_expert_parallelism"] = True
     if spec.get("tp", 1) > 1:
         out["tensor_parallel"] = {"autotp_size": spec["tp"]}
+    if spec.get("tp", 1) > 1 and "ep" in spec:
+        where = "block" if spec.get("across") else r"(block|deepspeed_experts\.\d+)"
+        specs = [
+            {"patterns": [rf".*{where}\.{name}\.weight$"], "partition_type": kind}
+            for name, kind in (("up", "column"), ("down", "row"))
+        ]
+        custom = {"use_default_specs": False, "layer_specs": specs}
+        out["tensor_parallel"]["partition_config"] = custom
     return out
 
 
@@ -262,8 +354,9 @@ def held(spec: dict[str, Any], engine: Any, opt: Any) -> dict[str, dict[str, tor
         if flat:
             master = safe_get_full_fp32_param(p).detach().clone()
             out.setdefault("master", {})[name] = master.reshape(out["weight"][name].shape)
+    kept = engine.module.state_dict().keys()
     out["weight"].update(
-        (n, b.detach().clone()) for n, b in engine.module.named_buffers() if "inv_freq" not in n
+        (n, b.detach().clone()) for n, b in engine.module.named_buffers() if n in kept
     )
     return out
 
@@ -275,18 +368,18 @@ def numbered_masters(opt: Any) -> tuple[list[Any], list[Any]]:
     return [p for group in weights for p in group], [p for group in copies for p in group]
 
 
-def globally(spec: dict[str, Any], states: dict[str, dict[str, torch.Tensor]], rank: int) -> Any:
+def globally(spec: dict[str, Any], states: dict[str, dict[str, torch.Tensor]]) -> Any:
     """The same, with experts called by their number among all."""
-    ep, world = spec["ep"], spec["world"]
-    first = (rank // (world // ep) if spec.get("data_first") else rank % ep) * (4 // ep)
-    pattern = r"(deepspeed_experts\.)(\d+)"
-    return {
-        state: {
-            re.sub(pattern, lambda m: f"{m[1]}{int(m[2]) + first}", n): t
-            for n, t in tensors.items()
-        }
-        for state, tensors in states.items()
-    }
+    ep = spec["ep"]
+    rank = parallel._get_expert_parallel_rank(f"ep_size_{ep}")
+
+    def called(name: str) -> str:
+        if "auto" in spec:  # whose experts are stacked; see `write_truth`
+            return f"{name}@{rank}" if re.search(r"\.experts\.w[123]$", name) else name
+        number = r"(deepspeed_experts\.)(\d+)"
+        return re.sub(number, lambda m: f"{m[1]}{int(m[2]) + rank * 4 // ep}", name)
+
+    return {state: {called(n): t for n, t in tensors.items()} for state, tensors in states.items()}
 
 
 def joined(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
@@ -303,15 +396,20 @@ def write_truth(
     spec: dict[str, Any],
     tied: dict[str, str],
 ) -> None:
-    tp, pp = spec.get("tp", 1), spec.get("pp", 1)
+    tp = spec.get("tp", 1)
     whole: dict[str, torch.Tensor] = {}
-    for stage in [everyone[:tp]] if pp == 1 and "ep" not in spec else [[e] for e in everyone]:
-        for state, tensors in stage[0].items():
-            for n, t in tensors.items():
-                value = joined([s[state][n] for s in stage], shapes.get(n, t.shape))
-                assert torch.equal(whole.setdefault(f"{state}/{n}", value), value), (
-                    f"{state}/{n} differs"
-                )
+    for stage in [everyone[i : i + tp] for i in range(0, len(everyone), tp)]:
+        for state, n in {(s, n) for rank in stage for s, tensors in rank.items() for n in tensors}:
+            parts = [rank[state][n] for rank in stage if n in rank[state]]
+            any_expert = re.sub(r"(deepspeed_experts\.)\d+", r"\g<1>0", n)
+            value = joined(parts, shapes.get(any_expert, parts[0].shape))
+            assert torch.equal(whole.setdefault(f"{state}/{n}", value), value), (
+                f"{state}/{n} differs"
+            )
+    for key in sorted(key for key in whole if "@" in key):  # ranks' stacks of experts
+        name = key.partition("@")[0]
+        part = whole.pop(key)
+        whole[name] = torch.cat([whole[name], part]) if name in whole else part
     save_file(
         {key: t.contiguous().clone() for key, t in whole.items()}, folder / "truth.safetensors"
     )
@@ -347,7 +445,18 @@ def engine_of(spec: dict[str, Any], model: torch.nn.Module) -> tuple[Any, Any]:
     return engine, opt
 
 
+def gather_flat() -> None:
+    """Let MoE layers gather over tensor-parallel ranks by gloo, for which both tensors must be flat or neither."""
+    gather = deepspeed.comm.all_gather_into_tensor
+
+    def flat(out: torch.Tensor, part: torch.Tensor, *more: Any, **options: Any) -> Any:
+        return gather(out, part.flatten() if out.dim() == 1 else part, *more, **options)
+
+    deepspeed.comm.all_gather_into_tensor = flat
+
+
 def main() -> None:
+    gather_flat()
     name = sys.argv[1]
     spec = SPECS[name]
     folder = Path(__file__).parent / name
@@ -379,7 +488,7 @@ def main() -> None:
     engine.save_checkpoint(str(folder / "ckpt"), client_state={"iteration": 3, "rank": rank})
     everyone: list[Any] = [None] * dist.get_world_size()
     mine = held(spec, engine, opt)
-    dist.all_gather_object(everyone, globally(spec, mine, rank) if "ep" in spec else mine)
+    dist.all_gather_object(everyone, globally(spec, mine) if "ep" in spec else mine)
     if rank == 0:
         write_truth(folder, everyone, shapes, spec, tied)
         if spec.get("universal"):

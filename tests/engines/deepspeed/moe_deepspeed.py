@@ -66,7 +66,7 @@ def run(spec: dict[str, Any], out: Path) -> None:
         _ = [step() for _ in range(STEPS)]
         engine.save_checkpoint(str(folder / "ckpt"), client_state={"iteration": STEPS})
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, make.globally(spec, make.held(spec, engine, opt), rank))
+    dist.all_gather_object(everyone, make.globally(spec, make.held(spec, engine, opt)))
     hyper = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
     losses = [step() for _ in range(AFTER)]
     if rank == 0:

@@ -11,7 +11,13 @@ import pytest
 from tests.sources.suite import SourceSuite, kept
 from ucformat.engines.deepspeed.experts import Experts
 from ucformat.engines.deepspeed.source import DeepSpeed
-from ucformat.errors import IntegrityError, MissingData, UcformatError, UnsupportedError
+from ucformat.errors import (
+    AmbiguousLayout,
+    IntegrityError,
+    MissingData,
+    UcformatError,
+    UnsupportedError,
+)
 from ucformat.geometry.tensor import Key
 from ucformat.storage.local import LocalStore
 from ucformat.testing.reading import Counting, read_tensor
@@ -20,7 +26,11 @@ from ucformat.testing.sources import Sample
 if TYPE_CHECKING:
     from pathlib import Path
 
-NAMES = ("ep2-dp4-z1", "ep2-dp4-z2", "ep2-z0", "ep2-dp4-z0-bf16", "ep1-dp2-z1")
+ALONE = ("ep2-dp4-z1", "ep2-dp4-z2", "ep2-z0", "ep2-dp4-z0-bf16", "ep1-dp2-z1")
+#: In pipelines, cut by tensor parallelism, and whole across its ranks.
+PARALLEL = ("pp2-ep2-dp2-z1", "pp2-ep2-z0", "tp2-ep2-dp2-z1", "tp2-ep2-z0", "tp2-ep2-across-z1",
+            "tp2-ep4-across-z0")  # fmt: skip
+NAMES = ALONE + PARALLEL
 TAG = "global_step3"
 
 
@@ -36,13 +46,26 @@ def expert_of(name: str) -> int | None:
 def groups_of(
     spec: dict[str, Any], names: list[str], shapes: dict[str, tuple[int, ...]]
 ) -> list[list[str]]:
-    """As DeepSpeed makes them: for each group of the caller one of the rest, then one of experts, rank after rank."""
+    """As DeepSpeed makes them: for each group of the caller one of the rest, then one of experts.
+
+    These are in the order of stages, under ZeRO of tensor-parallel ranks that have experts of their
+    own, and of expert-parallel ranks.
+    """
     cut = [[n for n in names if (len(shapes[n]) > 1) == big] for big in (True, False)]
     cut = cut if spec.get("groups") == 2 else [names]
     experts = [[n for n in g if expert_of(n) is not None] for g in cut]
+    lanes = spec.get("tp", 1) if spec.get("across") and spec["zero"] else 1
     local = 4 // spec["ep"]
+    ranks = sorted(range(spec["ep"]), key=lambda rank: rank % lanes)
+    stages = [("1.", "0."), ("3.",)] if "pp" in spec else [("",)]
     dealt = [
-        [n for rank in range(spec["ep"]) for n in g if (expert_of(n) or 0) // local == rank]
+        [
+            n
+            for stage in stages
+            for rank in ranks
+            for n in g
+            if n.startswith(stage) and (expert_of(n) or 0) // local == rank
+        ]
         for g in experts
     ]
     return [*([n for n in g if expert_of(n) is None] for g in cut), *dealt]
@@ -63,6 +86,7 @@ def expected(name: str) -> Sample:
     return Sample(made.folder, "ckpt", "deepspeed", made.truth, {}, groups, 3, steps)
 
 
+@pytest.mark.front("ep*", "pp2-ep2-dp2-z1", "tp2-ep2-z0", "tp2-ep2-across-z1")
 class TestKept(SourceSuite):
     @pytest.fixture(params=NAMES)
     def sample(self, request: pytest.FixtureRequest) -> Sample:
@@ -73,7 +97,13 @@ class TestKept(SourceSuite):
 def test_degrees(name: str) -> None:
     spec = kept("deepspeed", name).facts["spec"]
     layout = opened(name).metadata.layout
-    assert (layout["zero"], layout["dp"], layout["ep"]) == (spec["zero"], spec["world"], spec["ep"])
+    tp, pp = spec.get("tp", 1), spec.get("pp", 1)
+    assert (layout["zero"], layout["ep"]) == (spec["zero"], spec["ep"])
+    assert (layout["dp"], layout.get("tp", 1), layout.get("pp", 1)) == (
+        spec["world"] // tp // pp,
+        tp,
+        pp,
+    )
 
 
 def test_experts_stand_where_the_module_has_them() -> None:
@@ -199,6 +229,109 @@ class TestHurt:
         torch.save({**value, "num_experts": "many"}, path)
         with pytest.raises(IntegrityError, match="num_experts"):
             DeepSpeed().open(LocalStore(copy))
+
+    @pytest.mark.parametrize(
+        ("name", "file"),
+        [
+            ("tp2-ep2-dp2-z1", "layer_0_expert_3_mp_rank_01_model_states.pt"),
+            ("tp2-ep2-dp2-z1", "mp_rank_01_model_states.pt"),  # DeepSpeed 5157
+            ("pp2-ep2-z0", "expp_rank_1_mp_rank_01_optim_states.pt"),
+            ("tp2-ep4-across-z0", "expp_rank_3_mp_rank_01_optim_states.pt"),
+            ("pp2-ep2-dp2-z1", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+        ],
+    )
+    def test_a_file_of_another_model_parallel_rank_is_missed(
+        self, tmp_path: Path, name: str, file: str
+    ) -> None:
+        copy = shutil.copytree(kept("deepspeed", name).checkpoint, tmp_path / "copy")
+        (copy / TAG / file).unlink()
+        with pytest.raises(MissingData, match=file):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_an_expert_that_one_of_the_ranks_would_have_is_missed(self, tmp_path: Path) -> None:
+        checkpoint = kept("deepspeed", "tp2-ep2-across-z1").checkpoint
+        copy = shutil.copytree(checkpoint, tmp_path / "copy")
+        (copy / TAG / "layer_1_expert_2_mp_rank_01_model_states.pt").unlink()
+        with pytest.raises(MissingData, match=r"layer_1_expert_2_mp_rank_\*_model_states.pt"):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_ranks_that_hold_unequal_shares_of_whole_experts_are_refused(
+        self, tmp_path: Path
+    ) -> None:
+        """DeepSpeed 0.19.8 saves so where the tensor-parallel ranks do not divide the expert-parallel ones."""
+        checkpoint = kept("deepspeed", "tp2-ep2-across-z1").checkpoint
+        copy = shutil.copytree(checkpoint, tmp_path / "copy")
+        for file in (copy / TAG).glob("layer_*_expert_*_mp_rank_01_*"):
+            file.rename(file.with_name(file.name.replace("mp_rank_01", "mp_rank_00")))
+        with pytest.raises(UnsupportedError, match="whole experts of which the 2 tensor-parallel"):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_whole_experts_of_another_rank_are_not_taken_for_its_own(self, tmp_path: Path) -> None:
+        checkpoint = kept("deepspeed", "tp2-ep2-across-z1").checkpoint
+        copy = shutil.copytree(checkpoint, tmp_path / "copy")
+        for layer in range(2):
+            first, second = ((copy / TAG / f"layer_{layer}_expert_{e}_mp_rank_0{r}_model_states.pt")
+                             for e, r in ((1, 0), (3, 1)))  # fmt: skip
+            first.rename(first.with_name(first.name.replace("mp_rank_00", "mp_rank_01")))
+            second.rename(second.with_name(second.name.replace("mp_rank_01", "mp_rank_00")))
+        with pytest.raises(IntegrityError, match=r"has states of .* of which .* has no weight"):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_experts_of_a_rank_that_is_none(self, copy: Path) -> None:
+        name = "layer_0_expert_3_mp_rank_0{}_model_states.pt"
+        shutil.copy(copy / TAG / name.format(0), copy / TAG / name.format(1))
+        with pytest.raises(IntegrityError, match="saved by 1 model-parallel ranks"):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_experts_that_no_pattern_describes_are_not_joined_by_rows(self, tmp_path: Path) -> None:
+        """Megatron-DeepSpeed's patterns are those of its dense layers, and no pattern means dim 0 there."""
+        import torch
+
+        copy = shutil.copytree(kept("deepspeed", "tp2-ep2-dp2-z1").checkpoint, tmp_path / "copy")
+        for rank in range(2):
+            path = copy / TAG / f"mp_rank_0{rank}_model_states.pt"
+            value = torch.load(path, weights_only=False)
+            maps = value["universal_checkpoint_info"]["affine_map"]["params"]
+            for name in [name for name in maps if "down" in name and "experts" in name]:
+                del maps[name]
+            for key, lists in value["universal_checkpoint_info"].items():
+                if isinstance(lists, list):
+                    kept_ones = [
+                        p for p in lists if "down" not in str(p) or "experts" not in str(p)
+                    ]
+                    value["universal_checkpoint_info"][key] = kept_ones
+            torch.save(value, path)
+        with pytest.raises(AmbiguousLayout, match=r"experts\.0\.down\.weight"):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_expert_files_whose_tensors_share_a_storage(self, copy: Path) -> None:
+        """As DeepSpeed wrote them once: each file with the storage of all experts (DeepSpeed 2389)."""
+        import torch
+
+        names = [f"layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in range(4)]
+        values = [torch.load(copy / TAG / name, weights_only=False) for name in names]
+        every = torch.cat([t.flatten() for value in values for t in value.values()])
+        start = 0
+        for name, value in zip(names, values, strict=True):
+            for key, tensor in value.items():
+                value[key] = every[start : start + tensor.numel()].view(tensor.shape)
+                start += tensor.numel()
+            torch.save(value, copy / TAG / name)
+        source, truth = DeepSpeed().open(LocalStore(copy)), kept("deepspeed", "ep2-z0").truth
+        for info in source.metadata.tensor_list.tensors:
+            if info.state == "weight":
+                assert read_tensor(source, info) == truth["weight", info.name][2]
+
+    @pytest.mark.parametrize("name", ["tp2-ep4-across-z0", "pp2-ep2-z0", "tp2-ep2-dp2-z1"])
+    def test_weights_are_read_without_the_optimizer(self, tmp_path: Path, name: str) -> None:
+        """Which DeepSpeed itself once could not (DeepSpeed 2737)."""
+        made = kept("deepspeed", name)
+        copy = shutil.copytree(made.checkpoint, tmp_path / "copy")
+        for file in (copy / TAG).glob("*optim_states.pt"):
+            file.unlink()
+        source = DeepSpeed(optimizer=False).open(LocalStore(copy))
+        found = {i.name: read_tensor(source, i) for i in source.metadata.tensor_list.tensors}
+        assert found == {n: data for (s, n), (_, _, data) in made.truth.items() if s == "weight"}
 
     def test_autoep_is_refused_by_name(self, copy: Path) -> None:
         import torch

@@ -9,13 +9,20 @@ expert, use the global number. For data-parallel rank R of D, K is R mod E; unde
 Under ZeRO 1 and 2 the groups of experts' parameters are partitioned across the D/E ranks of the
 same K. Under ZeRO 0 the first rank of each K writes its optimizer, which includes the states of all
 other parameters.
+
+All this is so within each pipeline stage and tensor-parallel rank if `enable_expert_tensor_parallelism`
+is set: each tensor-parallel rank has a part of each expert, and files of its own. Otherwise experts
+are whole, and expert parallelism goes over all ranks of a stage, T of tensor parallelism for each
+R: K is (R·T + tensor-parallel rank) mod E. If T divides E, the tensor-parallel rank of all that hold K
+is K mod T, so its files have all of these experts, and its data-parallel ranks hold E/T of the K's.
+DeepSpeed 0.19.8 saves, but cannot load, where T does not divide E.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +32,7 @@ from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.reading.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from ucformat.sources.pickle.file import TorchFile
 
@@ -47,6 +54,12 @@ def expert_of(name: str) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2]))
 
 
+def of_first_expert(name: str) -> str:
+    """The name of the same tensor of the layer's first expert, which all ranks have; other names unchanged."""
+    match = _NAME.fullmatch(name)
+    return name if match is None else f"{match[1]}0{match[3]}"
+
+
 def recorded_degree(group: object) -> int | None:
     """The number of expert-parallel ranks that share a group of experts; None for other groups."""
     name = group.get("name") if isinstance(group, Mapping) and group.get("moe") else None
@@ -56,14 +69,25 @@ def recorded_degree(group: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of a checkpoint: their numbers by layer, that is by the prefix of their names."""
+    """The experts of a model-parallel rank: their numbers by layer, that is by the prefix of their names.
+
+    Attributes:
+        lanes: the tensor-parallel ranks, if each has experts of its own; else 1.
+        lane: which of these ranks this is.
+    """
 
     dp: int
     data_first: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
+    lanes: int = 1
+    lane: int = 0
 
     def holders(self, degree: int, rank: int) -> range:
-        """The data-parallel ranks of an expert-parallel rank, in the order of their partitions."""
+        """The data-parallel ranks of an expert-parallel rank, in the order of their partitions.
+
+        Args:
+            degree: the number of expert-parallel ranks among the data-parallel ranks.
+        """
         if not self.data_first:
             return range(rank, self.dp, degree)
         wide = self.dp // degree
@@ -76,21 +100,32 @@ class Experts:
     def global_name(self, name: str, degree: int, rank: int) -> str:
         """The global name of a parameter."""
         match = _NAME.fullmatch(name)
-        if match is None or degree == 1:
+        if match is None or degree * self.lanes == 1:
             return name
-        return f"{match[1]}{rank * self.counts[match[1]] // degree + int(match[2])}{match[3]}"
+        first = self._whole_rank(rank) * self._on_each(match[1], degree)
+        return f"{match[1]}{first + int(match[2])}{match[3]}"
 
     def local_name(self, name: str, degree: int) -> str:
         """A parameter's name on the rank that holds it; the inverse of `global_name`."""
         match = _NAME.fullmatch(name)
-        if match is None or degree == 1:
+        if match is None or degree * self.lanes == 1:
             return name
-        return f"{match[1]}{int(match[2]) % (self.counts[match[1]] // degree)}{match[3]}"
+        return f"{match[1]}{int(match[2]) % self._on_each(match[1], degree)}{match[3]}"
 
     def is_on(self, name: str, degree: int, rank: int) -> bool:
         """Whether an expert-parallel rank holds a parameter: its own expert's, or no expert's."""
         match = _NAME.fullmatch(name)
-        return match is None or int(match[2]) * degree // self.counts[match[1]] == rank
+        if match is None:
+            return True
+        return int(match[2]) // self._on_each(match[1], degree) == self._whole_rank(rank)
+
+    def _whole_rank(self, rank: int) -> int:
+        """An expert-parallel rank among those of all lanes."""
+        return self.lane + self.lanes * rank
+
+    def _on_each(self, prefix: str, degree: int) -> int:
+        """The experts of a layer on each expert-parallel rank."""
+        return self.counts[prefix] // (degree * self.lanes)
 
     def degree_of(self, names: Iterable[str], hyper: Any, parts: Any, file: str) -> int:
         """The number of expert-parallel ranks that share a flat group; 1 without experts."""
@@ -103,7 +138,7 @@ class Experts:
                 not_of_expert = name
             else:
                 numbers.setdefault(match[1], set()).add(int(match[2]))
-        degree = recorded
+        degree = None if recorded is None else recorded // self.lanes
         if degree is None:
             degree = self.dp // parts if isinstance(parts, int) and 0 < parts <= self.dp else 1
         if not numbers or degree < 1 or self.dp % degree:
@@ -122,13 +157,18 @@ class Experts:
                 f"{file} has {not_of_expert}, which is not an expert's, in a group that is sharded "
                 f"across {degree} ranks"
             )
+        if numbers and self.lanes > 1 and self.data_first and degree != self.dp:
+            raise UnsupportedError(
+                f"{file}: not yet read: experts under use_data_before_expert_parallelism that are "
+                f"held by {self.dp // degree} ranks each, across tensor-parallel ranks"
+            )
         # not all of them if the group was divided because of its size
         for prefix, ids in numbers.items():
             count = self.counts.get(prefix, 0)
-            if count % degree or max(ids) * degree >= count:
+            if count % (degree * self.lanes) or max(ids) * degree * self.lanes >= count:
                 raise IntegrityError(
-                    f"{file}: {degree} expert-parallel ranks have {max(ids) + 1} experts each of "
-                    f"{prefix}*, but there "
+                    f"{file}: {degree * self.lanes} expert-parallel ranks have {max(ids) + 1} "
+                    f"experts each of {prefix}*, but there "
                     f"are files of {count}",
                     hint="files of different saves are mixed in one folder",
                 )
@@ -136,41 +176,112 @@ class Experts:
 
 
 def adopt_experts(
-    model: ModelStates, files: Mapping[tuple[int, int], TorchFile], dp: int
-) -> Experts:
-    """Add the experts' weights to the model states, each after its layer's gate."""
+    models: Sequence[ModelStates], files: Sequence[Mapping[tuple[int, int], TorchFile]], dp: int
+) -> list[Experts]:
+    """Add the experts' weights to the model states of a stage's tensor-parallel ranks, each after its layer's gate.
+
+    Args:
+        files: of each of these ranks, by layer of experts and expert.
+    """
+    recorded = [_recorded(model) for model in models]
+    if other := next((m for m, r in zip(models, recorded, strict=True) if r != recorded[0]), None):
+        raise IntegrityError(
+            f"{other.key} and {models[0].key} record other numbers of experts",
+            hint="files of different saves are mixed in one folder",
+        )
+    for of_rank in files:
+        _check_none_beyond(recorded[0], of_rank)
+    lanes = _lanes(models[0], recorded[0], files)
+    return [
+        _adopt(model, of_rank, recorded[0], Experts(dp, _data_first(model), {}, lanes, t % lanes))
+        for t, (model, of_rank) in enumerate(zip(models, files, strict=True))
+    ]
+
+
+def _recorded(model: ModelStates) -> list[int]:
+    """The number of experts of each layer of experts."""
     recorded = model.value.get("num_experts") or []
     if not isinstance(recorded, list) or any(type(n) is not int or n < 1 for n in recorded):
         raise IntegrityError(f"{model.key} has no usable 'num_experts' ({recorded!r:.80})")
-    missing = list(islice(_missing(recorded, files), _MAX_LISTED + 1))
-    if missing:
-        before = f"{model.key.rpartition('mp_rank_')[0]}layer_"
-        files_of = (f"{before}{i}_expert_{e}_mp_rank_00_model_states.pt" for i, e in missing)
-        names = ", ".join(islice(files_of, _MAX_LISTED))
-        raise MissingData(
-            f"{names}{' and more' if len(missing) > _MAX_LISTED else ''} is missing: the "
-            "checkpoint has "
-            f"{len(recorded)} layers of {', '.join(map(str, recorded[:_MAX_LISTED]))} experts",
-            hint=copy_hint(),
-        )
+    return recorded
+
+
+def _data_first(model: ModelStates) -> bool:
+    config = model.value.get("ds_config")
+    return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
+
+
+def _check_none_beyond(recorded: Sequence[int], files: Mapping[tuple[int, int], TorchFile]) -> None:
     beyond = (f for (i, e), f in files.items() if i >= len(recorded) or e >= recorded[i])
     if (extra := next(beyond, None)) is not None:
         raise IntegrityError(
             f"{extra.key} does not belong to this checkpoint, whose layers have {recorded} experts",
             hint="an earlier save of another model left it; move it elsewhere",
         )
+
+
+def _lanes(
+    model: ModelStates,
+    recorded: Sequence[int],
+    files: Sequence[Mapping[tuple[int, int], TorchFile]],
+) -> int:
+    """The number of tensor-parallel ranks if each has experts of its own; else 1, and each has all files."""
+    every = set().union(*files)
+    spread = len(files) > 1 and sum(map(len, files)) == len(every)
+    before = f"{model.key.rpartition('/')[0]}/".lstrip("/")
+    first = int(model.key.rpartition("mp_rank_")[2].partition("_")[0])
+    missing: list[str] = []
+    for t, of_rank in enumerate([every] if spread else files):
+        absent = islice(_missing(recorded, of_rank), _MAX_LISTED + 1 - len(missing))
+        rank = "*" if spread else f"{first + t:02d}"
+        missing += [
+            f"{before}layer_{i}_expert_{e}_mp_rank_{rank}_model_states.pt" for i, e in absent
+        ]
+    if missing:
+        names = ", ".join(missing[:_MAX_LISTED])
+        raise MissingData(
+            f"{names}{' and more' if len(missing) > _MAX_LISTED else ''} is missing: the "
+            "checkpoint has "
+            f"{len(recorded)} layers of {', '.join(map(str, recorded[:_MAX_LISTED]))} experts",
+            hint=copy_hint(),
+        )
+    shares = {
+        tuple(sum(i == layer for i, _ in of_rank) for layer in range(len(recorded)))
+        for of_rank in files
+    }
+    if spread and len(shares) > 1:
+        raise UnsupportedError(
+            f"{model.key}: not yet read: whole experts of which the {len(files)} tensor-parallel "
+            "ranks hold unequal shares, because the number of expert-parallel ranks is no multiple "
+            "of theirs (DeepSpeed itself cannot load such a checkpoint)",
+            hint="save with more expert-parallel ranks, or with enable_expert_tensor_parallelism",
+        )
+    return len(files) if spread else 1
+
+
+def _adopt(
+    model: ModelStates,
+    files: Mapping[tuple[int, int], TorchFile],
+    recorded: Sequence[int],
+    experts: Experts,
+) -> Experts:
+    """Add the weights of a rank's experts to its model states; returns `experts` with their numbers."""
     counts: dict[str, int] = {}
     layers: list[dict[str, tuple[StoredTensor, TorchFile]]] = []
     for layer, number in enumerate(recorded):
         tensors = {}
         prefixes = set()
+        first = None
         for expert in range(number):
-            for name, tensor in _tensors(files[layer, expert], expert):
-                tensors[name] = tensor, files[layer, expert]
+            if (file := files.get((layer, expert))) is None:
+                continue
+            first = first or file.key
+            for name, tensor in _tensors(file, expert):
+                tensors[name] = tensor, file
                 prefixes.add(name[: name.rindex("deepspeed_experts.")] + "deepspeed_experts.")
         if len(prefixes) > 1 or prefixes & counts.keys():
             raise IntegrityError(
-                f"the files of layer {layer}'s experts, {files[layer, 0].key} and others, hold "
+                f"the files of layer {layer}'s experts, {first} and others, hold "
                 "several layers' or "
                 "another one's: " + ", ".join(sorted(prefixes)),
                 hint="files of different saves are mixed in one folder",
@@ -179,9 +290,7 @@ def adopt_experts(
         layers.append(tensors)
     for prefix, tensors in zip(counts, filter(None, layers), strict=True):
         model.adopt_after(prefix.removesuffix("experts.deepspeed_experts."), tensors)
-    config = model.value.get("ds_config")
-    first = isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
-    return Experts(dp, first, counts)
+    return replace(experts, counts=counts)
 
 
 def expert_model(
@@ -201,13 +310,18 @@ def expert_model(
     return model
 
 
-def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
-    """Under ZeRO 0, check that there is one optimizer file for each expert-parallel rank."""
+def expert_ranks(experts: Experts, model: ModelStates, files: Mapping[int, str]) -> list[str]:
+    """The optimizer files of a rank's expert-parallel ranks under ZeRO 0: there must be one for each.
+
+    Args:
+        files: by expert-parallel rank among those of all lanes.
+    """
     state = model.value.get("optimizer")
     inner = state.get("optimizer_state_dict", state) if isinstance(state, dict) else {}
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     recorded_sizes = map(recorded_degree, groups if isinstance(groups, list) else ())
-    sizes = {size for size in recorded_sizes if size is not None} or {degree}
+    there = 1 + max(files, default=-1)
+    sizes = {size for size in recorded_sizes if size is not None} or {there}
     if len(sizes) > 1:
         raise UnsupportedError(
             f"{model.key}: layers of experts are sharded across different numbers of ranks "
@@ -215,28 +329,31 @@ def check_degree(experts: Experts, model: ModelStates, degree: int) -> None:
             "read with ZeRO 1 and 2 only"
         )
     recorded = sizes.pop()
-    if degree < recorded:
-        folder = model.key.rpartition("/")[0]
-        absent = range(degree, min(recorded, degree + _MAX_LISTED))
-        names = [f"expp_rank_{k}_mp_rank_00_optim_states.pt" for k in absent]
+    expected = range(experts.lane, max(recorded, experts.lane + 1), experts.lanes)
+    if absent := [k for k in expected if k not in files]:
+        folder, _, name = model.key.rpartition("/")
+        rank = name.removeprefix("mp_rank_").partition("_")[0]
+        names = [f"expp_rank_{k}_mp_rank_{rank}_optim_states.pt" for k in absent[:_MAX_LISTED]]
         raise MissingData(
             f"{', '.join(names)} is missing in {folder or 'the folder'}: {recorded} "
             "expert-parallel ranks saved it",
             hint=copy_hint(weights=True),
         )
-    uneven = next((p for p, n in experts.counts.items() if n % degree), None)
-    if degree > recorded or uneven is not None or experts.dp % degree:
+    uneven = next((p for p, n in experts.counts.items() if n % recorded), None)
+    ranks = experts.dp * experts.lanes
+    if files.keys() - set(expected) or uneven is not None or ranks % recorded:
         raise IntegrityError(
-            f"there are optimizer files of {degree} expert-parallel ranks, but {model.key} was "
+            f"there are optimizer files of {there} expert-parallel ranks, but {model.key} was "
             f"saved by {recorded} of "
-            f"{experts.dp} data-parallel ranks"
+            f"{ranks} ranks"
             + (f", with {experts.counts[uneven]} experts in {uneven}*" if uneven else ""),
             hint="an earlier save by more ranks left some; move those elsewhere",
         )
+    return [files[k] for k in expected]
 
 
 def _missing(
-    recorded: Sequence[int], files: Mapping[tuple[int, int], TorchFile]
+    recorded: Sequence[int], files: Collection[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
     """The experts without a file, by layer and expert."""
     there = [0] * len(recorded)

@@ -12,8 +12,9 @@ degree, plus the tensor-parallel rank):
 - pipelines: also the modules' weights, `layer_L[-model_T]-model_states.pt` for each layer L that
   has any and each tensor-parallel rank T
 - experts: also their weights, `layer_L_expert_E_mp_rank_M_model_states.pt`, L counting layers of
-  experts only; under ZeRO 0 the optimizer of each expert-parallel rank P,
-  `expp_rank_P_mp_rank_M_optim_states.pt`
+  experts of the pipeline stage only; under ZeRO 0 the optimizer of each expert-parallel rank P,
+  `expp_rank_P_mp_rank_M_optim_states.pt`. The weights of a pipeline's other parameters are then in
+  the model states, not in files of layers.
 
 (`pp_rank` is the data-parallel rank; `bf16_` marks training in bf16.)
 """
@@ -123,8 +124,9 @@ class TagFiles:
     models: tuple[tuple[str, ...], ...]
     optims: tuple[tuple[str, ...], ...]  # by model- and data-parallel rank; () if there are none
     layers: Mapping[int, tuple[str, ...]]  # of pipelines: by layer and tensor-parallel rank
-    experts: Mapping[tuple[int, int], str]  # by layer of experts and expert
-    expert_optims: tuple[str, ...]  # by expert-parallel rank
+    # by model-parallel rank, then by layer of experts and expert
+    experts: Mapping[int, Mapping[tuple[int, int], str]]
+    expert_optims: Mapping[int, Mapping[int, str]]  # by model- and expert-parallel rank
     latest: str | None
 
     @property
@@ -132,8 +134,9 @@ class TagFiles:
         """All files."""
         latest = [self.latest] if self.latest else []
         layers = (self.layers[number] for number in sorted(self.layers))
-        experts = (*self.experts.values(), *self.expert_optims)
-        return (*latest, *chain(*self.models, *self.optims, *layers), *experts)
+        experts = (by_rank.values() for by_rank in self.experts.values())
+        optims = (by_rank.values() for by_rank in self.expert_optims.values())
+        return (*latest, *chain(*self.models, *self.optims, *layers, *experts, *optims))
 
 
 def is_model_or_optimizer(name: str) -> bool:
@@ -229,6 +232,15 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
         dp: number of data-parallel ranks; None: optimizer files are optional.
         optims: whether optimizer files must exist; if not, there must be none.
     """
+    of_experts = [(rank, key) for rank, keys in files.experts.items() for key in keys.values()]
+    of_experts += [
+        (rank, key) for rank, keys in files.expert_optims.items() for key in keys.values()
+    ]
+    if (extra := next((key for rank, key in of_experts if rank >= mp), None)) is not None:
+        raise IntegrityError(
+            f"{extra} does not belong to this checkpoint, which was saved by {mp} model-parallel ranks",
+            hint="an earlier save by more ranks left it; move it elsewhere",
+        )
     kinds = [("model", files.models, dp or 1 if files.zero3 else 1)]
     kinds += [("optim", files.optims, dp if optims else 0)] if dp else []
     for kind, ranks, wide in kinds:
@@ -355,21 +367,16 @@ def _layers(prefix: str, files: list[re.Match[str]]) -> dict[int, tuple[str, ...
 
 def _experts(
     prefix: str, names: Sequence[str], *, optimizer: bool
-) -> tuple[dict[tuple[int, int], str], tuple[str, ...]]:
-    """Keys by layer and expert, and of the optimizers by expert-parallel rank."""
-    weights = [m for m in map(_EXPERT.fullmatch, names) if m]
-    optims = [m for m in map(_EXPP.fullmatch, names) if m and optimizer]
-    for m in (*weights, *optims):
-        # The last number in both names is the model-parallel rank.
-        if _number(m[m.lastindex or 1]):
-            raise _not_yet(
-                "expert parallelism together with tensor parallelism or pipelines", prefix + m[0]
-            )
-    by_rank = {(_number(m[1]), 0): m[0] for m in optims}
-    name, hint = "expp_rank_{0}_mp_rank_00_optim_states.pt", copy_hint(weights=True)
-    keys = _full_grid(prefix, by_rank, name, hint) if by_rank else ()
-    experts = {(_number(m[1]), _number(m[2])): prefix + m[0] for m in weights}
-    return dict(sorted(experts.items())), tuple(chain(*keys))
+) -> tuple[dict[int, dict[tuple[int, int], str]], dict[int, dict[int, str]]]:
+    """Keys by layer and expert, and of the optimizers by expert-parallel rank; of each model-parallel rank."""
+    weights: dict[int, dict[tuple[int, int], str]] = {}
+    for m in filter(None, map(_EXPERT.fullmatch, names)):
+        weights.setdefault(_number(m[3]), {})[_number(m[1]), _number(m[2])] = prefix + m[0]
+    optims: dict[int, dict[int, str]] = {}
+    for m in filter(None, map(_EXPP.fullmatch, names if optimizer else ())):
+        optims.setdefault(_number(m[2]), {})[_number(m[1])] = prefix + m[0]
+    experts = {rank: dict(sorted(files.items())) for rank, files in sorted(weights.items())}
+    return experts, {rank: dict(sorted(files.items())) for rank, files in sorted(optims.items())}
 
 
 def _not_yet(feature: str, key: str, hint: str = _READ) -> UnsupportedError:

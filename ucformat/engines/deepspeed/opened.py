@@ -6,7 +6,7 @@ import math
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.deepspeed.experts import adopt_experts, check_degree, expert_model
+from ucformat.engines.deepspeed.experts import adopt_experts, expert_model, expert_ranks, is_expert
 from ucformat.engines.deepspeed.model_states import ModelStates, Objects, load_all
 from ucformat.engines.deepspeed.pipeline import adopt_layers, layers_of, names_of_stages
 from ucformat.engines.deepspeed.resolver import ShardingResolver
@@ -106,24 +106,14 @@ def _read(
     rows[0].insert(0, first)
     grid = [[rows[p * degrees.tp + t] for t in range(degrees.tp)] for p in range(degrees.pp)]
     names, ties = _read_parameters(load, files, options, grid)
-    experts = None
-    if files.experts or first.value.get("num_experts"):
-        if degrees.pp * degrees.tp > 1 or files.zero3:
-            raise UnsupportedError(
-                f"{first.key}: not yet read: experts with tensor parallelism, pipelines or ZeRO 3"
-            )
-        weights = [row[0] for row in load_all(load, [[key] for key in files.experts.values()])]
-        experts = adopt_experts(first, dict(zip(files.experts, weights, strict=True)), degrees.dp)
-        has_optimizer = first.value.get("optimizer") is not None and options.optimizer
-        if first.param_shapes is None and has_optimizer:
-            return degrees, _expert_stages(files, load, experts, first, options)
+    experts = _read_experts(load, files, degrees, grid)
     shared = first.aliases(zero3=files.zero3) if first.param_shapes is not None else None
     optims = files.optims or ((),) * len(rows)
-    reader = SliceReader(load, files.zero3, experts, options.optimizer)
 
     def read(coordinate: tuple[int, int]) -> Slice:
         p, t = coordinate
-        return reader.read(
+        mine = experts[p]
+        return SliceReader(load, files.zero3, mine and mine[t], options.optimizer).read(
             grid[p][t],
             optims[p * degrees.tp + t],
             degrees.label(p, t),
@@ -133,13 +123,49 @@ def _read(
 
     stages: list[list[Slice]] = []
     for p in range(degrees.pp):
+        mine, model = experts[p], grid[p][0][0]
+        numbered = model.param_shapes is None and model.value.get("optimizer") is not None
+        if mine and numbered and options.optimizer:
+            stages += _expert_stages(load, files, options, degrees, grid[p], mine, p)
+            continue
         rank_slice = read((p, 0))
         # The names that were derived for the first rank hold for the stage's other ranks.
         if rank_slice.stage == 0 and rank_slice.contents.groups:
             names[p] = [group.names for group in rank_slice.contents.groups]
-        stages.append([rank_slice, *map_io(read, [(p, t) for t in range(1, degrees.tp)])])
+        slices = [rank_slice, *map_io(read, [(p, t) for t in range(1, degrees.tp)])]
+        stages += _apart(slices) if mine and mine[0].lanes > 1 else [slices]
     stages[0][0].aliases.update(ties)
     return degrees, stages
+
+
+def _read_experts(
+    load: Callable[[str], TorchFile],
+    files: TagFiles,
+    degrees: ParallelDegrees,
+    grid: Sequence[Sequence[Sequence[ModelStates]]],
+) -> list[list[Experts] | None]:
+    """Give the model states of each stage and tensor-parallel rank the weights of its experts, if any."""
+    out: list[list[Experts] | None] = []
+    for p, stage in enumerate(grid):
+        models = [row[0] for row in stage]
+        keys = [files.experts.get(p * degrees.tp + t, {}) for t in range(degrees.tp)]
+        if not any(keys) and not any(model.value.get("num_experts") for model in models):
+            out.append(None)
+            continue
+        if files.zero3:
+            raise UnsupportedError(f"{models[0].key}: not yet read: experts with ZeRO 3")
+        opened = [
+            dict(
+                zip(
+                    by_number,
+                    [row[0] for row in load_all(load, [[k] for k in by_number.values()])],
+                    strict=True,
+                )
+            )
+            for by_number in keys
+        ]
+        out.append(adopt_experts(models, opened, degrees.dp))
+    return out
 
 
 def _read_parameters(
@@ -182,40 +208,65 @@ def _read_parameters(
 
 
 def _expert_stages(
-    files: TagFiles,
     load: Callable[[str], TorchFile],
-    experts: Experts,
-    first: ModelStates,
+    files: TagFiles,
     options: DeepSpeedSourceOptions,
+    degrees: ParallelDegrees,
+    grid: Sequence[Sequence[ModelStates]],
+    experts: Sequence[Experts],
+    stage: int,
 ) -> list[list[Slice]]:
-    """Under ZeRO 0 each expert-parallel rank is a slice; shared tensors agree as across stages."""
-    degree = len(files.expert_optims)
-    check_degree(experts, first, degree)
-    opened = [row[0] for row in load_all(load, [[key] for key in files.expert_optims])]
+    """Under ZeRO 0 each expert-parallel rank is a stage; the tensors that all have agree as across stages."""
+    bases = [models[0] for models in grid]
+    keys = [
+        expert_ranks(experts[t], base, files.expert_optims.get(stage * degrees.tp + t, {}))
+        for t, base in enumerate(bases)
+    ]
+    if len({len(of_rank) for of_rank in keys}) > 1:
+        raise IntegrityError(
+            f"{keys[0][0]} and others: the tensor-parallel ranks have {[len(k) for k in keys]} "
+            "optimizer files of expert-parallel ranks",
+            hint=_MIXED,
+        )
+    opened = load_all(load, zip(*keys, strict=True))
     stages: list[list[Slice]] = []
-    for rank, file in enumerate(opened):
-        model = expert_model(first, file, experts, degree, rank)
-        label = f"ep{rank}" if rank else ""
-        names = options.groups and [
-            [n for n in group if experts.is_on(n, degree, rank)] for group in options.groups
-        ]
-        rank_slice = SliceReader(load).read([model], (), label, names=names)
-        if rank:
-            rank_slice.contents.forget(
-                key for key in stages[0][0].contents.infos if key.state == "weight"
-            )
-        else:
-            rank_slice.models = [first]  # only the first has more than that
-        stages.append([rank_slice])
+    for rank, row in enumerate(opened):
+        slices: list[Slice] = []
+        for t, (base, file, mine) in enumerate(zip(bases, row, experts, strict=True)):
+            degree = len(keys[t])
+            model = expert_model(base, file, mine, degree, rank)
+            label = ".".join(filter(None, (degrees.label(stage, t), f"ep{rank}" if rank else "")))
+            names = options.groups and [
+                [n for n in g if n in base.module and mine.is_on(n, degree, rank)]
+                for g in options.groups
+            ]
+            if slices and mine.lanes == 1:  # the names that were derived for the first rank
+                names = [group.names for group in slices[0].contents.groups]
+            rank_slice = SliceReader(load).read([model], (), label, names=names)
+            rank_slice.degrees = (degree * mine.lanes,)
+            if rank:
+                rank_slice.contents.forget(
+                    key for key in stages[0][t].contents.infos if key.state == "weight"
+                )
+            else:
+                rank_slice.models = [base]  # only the first has more than that
+            slices.append(rank_slice)
+        stages += _apart(slices) if experts[0].lanes > 1 else [slices]
     return stages
+
+
+def _apart(slices: Sequence[Slice]) -> list[list[Slice]]:
+    """A stage whose tensor-parallel ranks have experts of their own: what they share, then those of each."""
+    return [list(slices), *([rank_slice.split(is_expert)] for rank_slice in slices)]
 
 
 def _layout(degrees: ParallelDegrees, stages: list[list[Slice]], files: TagFiles) -> dict[str, Any]:
     """Stage and ranks, and the dtype of weights of which only the fp32 copy is stored."""
     first = stages[0][0]
     out = degrees.layout(first.stage)
-    if files.experts and (first.degrees or files.expert_optims):
-        sizes = sorted({n for n in first.degrees if n > 1} or {len(files.expert_optims) or 1})
+    if files.experts:
+        every = {n for rank_slice in chain(*stages) for n in rank_slice.degrees}
+        sizes = sorted({n for n in every if n > 1} or {1})
         out["ep"] = sizes[0] if len(sizes) == 1 else sizes
     return out | first.weight_dtype(first.stage)
 
@@ -429,7 +480,8 @@ def _shape(rank_slice: Slice, name: str) -> tuple[int, ...]:
     for state in ("weight", "master"):
         if Key(name, state) in infos:
             return infos[Key(name, state)].shape
-    shape = rank_slice.model.described.get(name)
+    tensor = rank_slice.model.module.get(name)
+    shape = rank_slice.model.described.get(name) if tensor is None else tensor.shape
     return next(i.shape for k, i in infos.items() if k.name == name) if shape is None else shape
 
 

@@ -7,7 +7,8 @@ sub-parameters, row parallelism (joined along dim 1); any other parameter is joi
 vocabulary's padding is cut off after that.
 
 DeepSpeed applies its patterns with `re.match`, so a pattern need only match the beginning of a
-name. Those that AutoTP writes are exact names (`^name$`, escaped); they are looked up.
+name. Those that AutoTP writes are exact names (`^name$`, escaped); they are looked up. An expert's
+are those that its rank calls so; here an expert is sharded as the first of its layer, as all are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ucformat.engines.deepspeed.experts import of_first_expert
 from ucformat.errors import (
     IntegrityError,
     LayoutError,
@@ -152,17 +154,19 @@ class TensorParallelInfo:
         """How a parameter is sharded; None if the checkpoint does not describe any parameter."""
         if len(shapes) == 1:
             return self.strip(name, replicate(shapes))
-        return self.strip(name, self._find(name, shapes)) if self else None
+        return self.strip(name, self._find(of_first_expert(name), shapes)) if self else None
 
     def is_default(self, name: str) -> bool:
         """Whether no pattern matches a parameter, so that it is joined along dim 0."""
         other_patterns = (self._sub, self._affine, self._unsupported)
         every: tuple[Patterns[Any], ...] = (*self._lists.values(), *other_patterns)
+        name = of_first_expert(name)
         return not any(patterns.find(name) for patterns in every)
 
     def is_replicated(self, name: str) -> bool:
         """Whether a pattern declares a parameter replicated."""
-        return self._lists["tp_replicated_parameter_patterns"].find(name) is not None
+        replicated = self._lists["tp_replicated_parameter_patterns"]
+        return replicated.find(of_first_expert(name)) is not None
 
     def is_vocabulary(self, name: str) -> bool:
         """Whether a parameter is a vocabulary table."""

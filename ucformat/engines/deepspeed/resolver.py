@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ucformat.engines.deepspeed.experts import is_expert
 from ucformat.engines.deepspeed.inference import (
     EQUAL,
     MEAN,
@@ -180,10 +181,14 @@ class ShardingResolver:
         self, name: str, shapes: Shapes, buffers: frozenset[str], verdict: Callable[[str], Verdict]
     ) -> TPSharding | Doubt | None:
         """The sharding that the caller or the checkpoint gives."""
+        if len(shapes) < self._ranks:  # an expert that only one of the ranks has
+            return replicate(shapes)
         for layout in self._layouts:
             placed = self._placed(layout, name, shapes)
             if placed is not None:
                 return placed.because("the given layout")
+        if is_expert(name) and self._ranks > 1 and self.info and self.info.is_default(name):
+            return None  # patterns describe the layers that are not experts
         if name in buffers and self._ranks > 1 and self.info and self.info.is_default(name):
             # patterns describe parameters only
             if len(set(shapes)) == 1 and verdict(name) != "different":

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ucformat.engines.deepspeed.experts import Experts
+from ucformat.engines.deepspeed.experts import Experts, is_expert
 from ucformat.engines.deepspeed.folder import check_world, copy_hint
 from ucformat.engines.deepspeed.model_states import (
     Partition,
@@ -83,6 +83,11 @@ class FlatGroups(ABC):
         self._scalars = read_scalars(self.first)
         self._describe(contents)
 
+    @property
+    def expert_groups(self) -> list[tuple[int, bool]]:
+        """The expert-parallel ranks of each group, and whether it has experts."""
+        return [(n, any(map(is_expert, g))) for n, g in zip(self.degrees, self.shapes, strict=True)]
+
     @abstractmethod
     def _parse(self, file: TorchFile) -> Partition:
         """Parse a rank's file; the first one, rank 0's, may define the layout."""
@@ -129,6 +134,11 @@ class FlatGroups(ABC):
             tensors |= {n: v for n, v in states.items() if isinstance(v, StoredTensor)}
             for expert_rank, (local, shape) in product(range(degree), shapes.items()):
                 name = self.experts.global_name(local, degree, expert_rank)
+                if is_expert(name) and name not in self.model.module:
+                    raise IntegrityError(
+                        f"{file.key} has states of {name}, of which {self.model.key} has no weight",
+                        hint="experts were assigned to ranks in a way that ucformat does not know",
+                    )
                 entry.names.append(name)
                 for kind, tensor in tensors.items():
                     if tensor.shape or kind == "master":
@@ -504,6 +514,28 @@ class Slice:
         """The first data-parallel rank's model states."""
         return self.models[0]
 
+    def split(self, apart: Callable[[str], bool]) -> Slice:
+        """Move the tensors whose names are `apart` into a slice of their own."""
+        contents, mine = LocalContents(self.contents.label), self.contents
+        contents.optimizer = mine.optimizer
+        for key in [key for key in mine.infos if apart(key.name)]:
+            contents.put(mine.infos[key], mine.locate[key])
+            if key in mine.whole:
+                contents.whole[key] = mine.whole[key]
+        mine.forget(contents.infos)
+        contents.unreadable = {k: why for k, why in mine.unreadable.items() if apart(k.name)}
+        mine.unreadable = {k: why for k, why in mine.unreadable.items() if not apart(k.name)}
+        groups = mine.groups
+        mine.groups = []
+        for group in groups:
+            theirs = [name for name in group.names if apart(name)]
+            rest = [name for name in group.names if not apart(name)]
+            if theirs:
+                contents.groups.append(Group(theirs, group.hyper, group.state))
+            if rest or not theirs:
+                mine.groups.append(Group(rest, group.hyper, group.state))
+        return replace(self, contents=contents, aliases={}, not_stored=[])
+
     def weight_dtype(self, stage: int | None) -> dict[str, str]:
         """The dtype of the weights, which ZeRO 3 stores in fp32 only; else nothing."""
         model = self.model
@@ -560,7 +592,8 @@ class SliceReader:
         elif model.param_shapes is not None:
             zero = Zero12(model, optims, self.load, contents, self.experts)
             out.stage = 0 if is_partitioned(model) else zero.stage
-            out.degrees = tuple(zero.degrees)
+            lanes = self.experts.lanes if self.experts else 1
+            out.degrees = tuple(n * lanes if is_moe else 1 for n, is_moe in zero.expert_groups)
         else:
             read_zero0(model, names, contents)
         stored_names = {key.name for key in contents.infos}

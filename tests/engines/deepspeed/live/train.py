@@ -274,8 +274,10 @@ class FSDP2:
             save_file(tensors, folder / "own.safetensors")
 
     def load(self, url: str, *, certify: bool) -> None:
-        # the loss scalers of DeepSpeed's optimizers
-        leave = ["optimizer.loss_scaler", "optimizer.cur_*", "optimizer.dynamic_loss_scale"]
+        # what DeepSpeed's optimizers keep besides tensors
+        own = ("clip_grad", "ds_version", "overflow", "partition_count", "zero_stage")
+        scaler = ("loss_scaler", "cur_*", "dynamic_loss_scale")
+        leave = [f"optimizer.{name}" for name in (*own, *scaler)]
         ucformat.torch.load(self.state(), url, cast=self.task.cast, certify=certify, leave=leave)
 
     def facts(self) -> dict:
