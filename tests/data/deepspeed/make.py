@@ -89,8 +89,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "tp2-ep2-across-z1": {"world": 4, "tp": 2, "ep": 2, "zero": 1, "across": True, "layers": 2},
     "tp2-ep4-across-z0": {"world": 4, "tp": 2, "ep": 4, "zero": 0, "across": True},
     "autoep2-dp4-z1": {"world": 4, "ep": 2, "auto": True, "zero": 1, "dtype": "bf16", "groups": 2},
-    "autoep2-z0": {"world": 2, "ep": 2, "auto": True, "zero": 0},
-    "autoep2-dp4-z3": {"world": 4, "ep": 2, "auto": True, "zero": 3, "dtype": "bf16"},
+    "autoep2-z0-bf16": {"world": 2, "ep": 2, "auto": True, "zero": 0, "dtype": "bf16"},
+    "autoep2-dp4-z3": {"world": 4, "ep": 2, "auto": True, "zero": 3, "data_first": True},
     "universal-z1": {
         "world": 2,
         "zero": 1,

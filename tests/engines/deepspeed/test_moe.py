@@ -18,19 +18,23 @@ from ucformat.errors import (
     UcformatError,
     UnsupportedError,
 )
+from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key
 from ucformat.storage.local import LocalStore
 from ucformat.testing.reading import Counting, read_tensor
 from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ALONE = ("ep2-dp4-z1", "ep2-dp4-z2", "ep2-z0", "ep2-dp4-z0-bf16", "ep1-dp2-z1")
 #: In pipelines, cut by tensor parallelism, and whole across its ranks.
 PARALLEL = ("pp2-ep2-dp2-z1", "pp2-ep2-z0", "tp2-ep2-dp2-z1", "tp2-ep2-z0", "tp2-ep2-across-z1",
             "tp2-ep4-across-z0")  # fmt: skip
-NAMES = ALONE + PARALLEL
+#: Stacked by AutoEP.
+STACKED = ("autoep2-dp4-z1", "autoep2-z0-bf16", "autoep2-dp4-z3")
+NAMES = ALONE + PARALLEL + STACKED
 TAG = "global_step3"
 
 
@@ -53,6 +57,9 @@ def groups_of(
     """
     cut = [[n for n in names if (len(shapes[n]) > 1) == big] for big in (True, False)]
     cut = cut if spec.get("groups") == 2 else [names]
+    if "auto" in spec:
+        stacks = [[n for n in g if ".experts." in n] for g in cut]
+        return [[n for n in g if ".experts." not in n] for g in cut] + [g for g in stacks if g]
     experts = [[n for n in g if expert_of(n) is not None] for g in cut]
     lanes = spec.get("tp", 1) if spec.get("across") and spec["zero"] else 1
     local = 4 // spec["ep"]
@@ -73,20 +80,25 @@ def groups_of(
 
 def expected(name: str) -> Sample:
     made = kept("deepspeed", name)
-    shapes = {n: v[1] for (_, n), v in made.truth.items()}
-    trained = {n for s, n in made.truth if s == "exp_avg"}
+    truth = made.truth
+    shapes = {n: v[1] for (_, n), v in truth.items()}
+    trained = {n for s, n in truth if s == "exp_avg"}
+    if made.facts["spec"]["zero"] == 3:  # which keeps no weights of what is trained
+        truth = {(s, n): v for (s, n), v in truth.items() if s != "weight" or n not in trained}
     order = list(
         dict.fromkeys(
             i.name
             for i in DeepSpeed().open(LocalStore(made.checkpoint)).metadata.tensor_list.tensors
         )
     )
-    groups = groups_of(made.facts["spec"], sorted(trained, key=order.index), shapes)
+    # AutoEP's own routers come after what the program has
+    names = sorted(trained, key=lambda n: (".router." in n, order.index(n)))
+    groups = groups_of(made.facts["spec"], names, shapes)
     steps = frozenset(("step", n) for n in trained)
-    return Sample(made.folder, "ckpt", "deepspeed", made.truth, {}, groups, 3, steps)
+    return Sample(made.folder, "ckpt", "deepspeed", truth, {}, groups, 3, steps)
 
 
-@pytest.mark.front("ep*", "pp2-ep2-dp2-z1", "tp2-ep2-z0", "tp2-ep2-across-z1")
+@pytest.mark.front("ep*", "autoep2*", "pp2-ep2-dp2-z1", "tp2-ep2-z0", "tp2-ep2-across-z1")
 class TestKept(SourceSuite):
     @pytest.fixture(params=NAMES)
     def sample(self, request: pytest.FixtureRequest) -> Sample:
@@ -333,13 +345,98 @@ class TestHurt:
         found = {i.name: read_tensor(source, i) for i in source.metadata.tensor_list.tensors}
         assert found == {n: data for (s, n), (_, _, data) in made.truth.items() if s == "weight"}
 
-    def test_autoep_is_refused_by_name(self, copy: Path) -> None:
+
+class TestStacked:
+    """Experts of AutoEP."""
+
+    def hurt(self, folder: Path, name: str, key: str, change: Callable[[Any], Any]) -> Path:
+        """A copy with another entry in the model states of every rank."""
         import torch
 
-        path = copy / TAG / "mp_rank_00_model_states.pt"
+        copy = shutil.copytree(kept("deepspeed", name).checkpoint, folder / "copy")
+        for path in (copy / TAG).glob("*mp_rank_00_model_states.pt"):
+            value = torch.load(path, weights_only=False)
+            if key in value or key == "folding":
+                torch.save({**value, key: change(value.get(key))}, path)
+        return copy
+
+    def test_a_part_of_a_stack_opens_the_files_of_its_experts_alone(self) -> None:
+        store = Counting(LocalStore(kept("deepspeed", "autoep2-dp4-z1").checkpoint))
+        source = DeepSpeed().open(store)
+        for key, files in (
+            (Key("moe.1.experts.w2", "weight"), {"layer_1_expert_2_mp_rank_00_model_states.pt"}),
+            (
+                Key("moe.1.experts.w2", "exp_avg"),
+                {f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (1, 3)},
+            ),
+        ):
+            extents = list(source.extents(key, Box((2, 3, 0), (1, 4, 15))))
+            assert {extent.file.removeprefix(f"{TAG}/") for extent in extents} <= files
+
+    def test_ranks_that_hold_experts_in_another_order_are_refused(self, tmp_path: Path) -> None:
+        """As DeepSpeed's descriptions may say (DeepSpeed 8544), so that ranks in order would be mixed up."""
+
+        def turned(layers: Any) -> Any:
+            for layer in layers:
+                layer["expert_placement"]["ranks"][0]["experts"] = [0, 2]
+                layer["expert_placement"]["ranks"][1]["experts"] = [1, 3]
+            return layers
+
+        for name in STACKED:
+            copy = self.hurt(tmp_path / name, name, "ds_autoep_layers", turned)
+            with pytest.raises(UnsupportedError, match="order of their numbers"):
+                DeepSpeed().open(LocalStore(copy))
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"num_experts": 5}, "no usable 'ds_autoep_layers'"),
+            ({"ep_size": 4, "num_local_experts": 1, "expert_placement": None}, "expert-parallel"),
+            ({"expert_key_prefix": 3}, "no usable 'ds_autoep_layers'"),
+            ({"checkpoint_format": "of another kind"}, "in the format 'of another kind'"),
+            (
+                {"checkpoint_format": "zero3_partitioned", "checkpoint_format_version": 2},
+                "version 2",
+            ),
+        ],
+    )
+    def test_layers_that_are_not_understood(
+        self, tmp_path: Path, change: dict[str, Any], says: str
+    ) -> None:
+        def changed(layers: Any) -> Any:
+            return [{**layer, **change} for layer in layers]
+
+        copy = self.hurt(tmp_path, "autoep2-dp4-z1", "ds_autoep_layers", changed)
+        with pytest.raises(UcformatError, match=says):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_autotp_beside_it_is_refused(self, tmp_path: Path) -> None:
+        copy = self.hurt(tmp_path, "autoep2-dp4-z1", "folding", lambda _: {"version": 1})
+        with pytest.raises(UnsupportedError, match="AutoEP together with AutoTP"):
+            DeepSpeed().open(LocalStore(copy))
+
+    def test_files_of_other_ranks_are_refused(self, tmp_path: Path) -> None:
+        """Under ZeRO 3 each file says which ranks share a group: here those of data before experts."""
+        copy = shutil.copytree(kept("deepspeed", "autoep2-dp4-z3").checkpoint, tmp_path / "copy")
+        one, two = ((copy / TAG / f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt") for r in (1, 2))
+        one.rename(copy / "one")
+        two.rename(one)
+        (copy / "one").rename(two)
+        source = DeepSpeed().open(LocalStore(copy))
+        tensors = source.metadata.tensor_list.tensors
+        info = next(i for i in tensors if i.key == Key("moe.0.experts.w1", "master"))
+        with pytest.raises(UnsupportedError, match=r"group 1 is sharded across the ranks \[2, 3\]"):
+            read_tensor(source, info)
+
+    def test_an_expert_of_another_shape(self, tmp_path: Path) -> None:
+        import torch
+
+        copy = shutil.copytree(kept("deepspeed", "autoep2-dp4-z1").checkpoint, tmp_path / "copy")
+        path = copy / TAG / "layer_0_expert_3_mp_rank_00_model_states.pt"
         value = torch.load(path, weights_only=False)
-        torch.save({**value, "ds_autoep_layers": [{"expert_key_prefix": "x.experts"}]}, path)
-        with pytest.raises(UnsupportedError, match="AutoEP"):
+        value["moe.0.experts.w1.3"] = value["moe.0.experts.w1.3"][1:]
+        torch.save(value, path)
+        with pytest.raises(IntegrityError, match=r"moe\.0\.experts\.w1\.3 in .* that of the first"):
             DeepSpeed().open(LocalStore(copy))
 
 

@@ -27,13 +27,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.deepspeed.folder import copy_hint
-from ucformat.engines.deepspeed.model_states import ModelStates, need
+from ucformat.engines.deepspeed.model_states import ModelStates, need, stored
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
 from ucformat.reading.stand_ins import StoredTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
+    from ucformat.engines.deepspeed.autoep import StackedLayer
     from ucformat.sources.pickle.file import TorchFile
 
 _NAME = re.compile(
@@ -74,6 +75,7 @@ class Experts:
     Attributes:
         lanes: the tensor-parallel ranks, if each has experts of its own; else 1.
         lane: which of these ranks this is.
+        stacked: AutoEP's tensors, and the layer of each.
     """
 
     dp: int
@@ -81,6 +83,7 @@ class Experts:
     counts: Mapping[str, int] = field(default_factory=dict)
     lanes: int = 1
     lane: int = 0
+    stacked: Mapping[str, StackedLayer] = field(default_factory=dict)
 
     def holders(self, degree: int, rank: int) -> range:
         """The data-parallel ranks of an expert-parallel rank, in the order of their partitions.
@@ -119,6 +122,10 @@ class Experts:
             return True
         return int(match[2]) // self._on_each(match[1], degree) == self._whole_rank(rank)
 
+    def is_expert(self, name: str) -> bool:
+        """Whether a tensor belongs to an expert, or to several in a stack."""
+        return name in self.stacked or is_expert(name)
+
     def _whole_rank(self, rank: int) -> int:
         """An expert-parallel rank among those of all lanes."""
         return self.lane + self.lanes * rank
@@ -127,14 +134,18 @@ class Experts:
         """The experts of a layer on each expert-parallel rank."""
         return self.counts[prefix] // (degree * self.lanes)
 
-    def degree_of(self, names: Iterable[str], hyper: Any, parts: Any, file: str) -> int:
+    def degree_of(
+        self, shapes: Mapping[str, tuple[int, ...]], hyper: Any, parts: Any, file: str
+    ) -> int:
         """The number of expert-parallel ranks that share a flat group; 1 without experts."""
         recorded = recorded_degree(hyper)
         numbers: dict[str, set[int]] = {}
         not_of_expert = None
-        for name in names:
+        for name, shape in shapes.items():
             match = _NAME.fullmatch(name)
-            if match is None:
+            if name in self.stacked:
+                numbers[name] = set(range(shape[0] if shape else 0))
+            elif match is None:
                 not_of_expert = name
             else:
                 numbers.setdefault(match[1], set()).add(int(match[2]))
@@ -164,10 +175,13 @@ class Experts:
             )
         # not all of them if the group was divided because of its size
         for prefix, ids in numbers.items():
-            count = self.counts.get(prefix, 0)
-            if count % (degree * self.lanes) or max(ids) * degree * self.lanes >= count:
+            stack, ranks = self.stacked.get(prefix), degree * self.lanes
+            count = self.counts.get(prefix, 0) if stack is None else stack.experts
+            # a stack has all of a rank
+            whole = stack is None or (stack.degree == degree and len(ids) * ranks == count)
+            if not whole or count % ranks or max(ids, default=count) * ranks >= count:
                 raise IntegrityError(
-                    f"{file}: {degree * self.lanes} expert-parallel ranks have {max(ids) + 1} "
+                    f"{file}: {degree * self.lanes} expert-parallel ranks have {len(ids)} "
                     f"experts each of {prefix}*, but there "
                     f"are files of {count}",
                     hint="files of different saves are mixed in one folder",
@@ -193,9 +207,22 @@ def adopt_experts(
         _check_none_beyond(recorded[0], of_rank)
     lanes = _lanes(models[0], recorded[0], files)
     return [
-        _adopt(model, of_rank, recorded[0], Experts(dp, _data_first(model), {}, lanes, t % lanes))
+        _adopt(
+            *(model, of_rank, recorded[0]),
+            Experts(dp, _data_first(model), {}, lanes, t % lanes, model.stacked_names),
+        )
         for t, (model, of_rank) in enumerate(zip(models, files, strict=True))
     ]
+
+
+def partitioned_experts(models: Sequence[ModelStates]) -> Experts:
+    """The experts of AutoEP under ZeRO 3, of which there are no files.
+
+    Args:
+        models: those of all data-parallel ranks.
+    """
+    first = models[0]
+    return Experts(len(models), _data_first(first), stacked=first.stacked_names)
 
 
 def _recorded(model: ModelStates) -> list[int]:
@@ -269,6 +296,9 @@ def _adopt(
     counts: dict[str, int] = {}
     layers: list[dict[str, tuple[StoredTensor, TorchFile]]] = []
     for layer, number in enumerate(recorded):
+        if layer in model.stacked:
+            _adopt_stacks(model, files, layer, number)
+            continue
         tensors = {}
         prefixes = set()
         first = None
@@ -293,6 +323,31 @@ def _adopt(
     return replace(experts, counts=counts)
 
 
+def _adopt_stacks(
+    model: ModelStates, files: Mapping[tuple[int, int], TorchFile], layer: int, number: int
+) -> None:
+    """Add the stacked weights of a layer of AutoEP to the model states."""
+    stacked = model.stacked[layer]
+    if stacked.experts != number:
+        raise IntegrityError(
+            f"{model.key} records {number} experts of layer {layer}, and {stacked.experts} of AutoEP's"
+        )
+    of_layer = [files[layer, expert] for expert in range(number)]
+    for name in stacked.names:
+        parts = []
+        for expert, file in enumerate(of_layer):
+            tensors = file.value if isinstance(file.value, dict) else {}
+            tensor = stored(tensors.get(f"{name}.{expert}"), f"{name}.{expert}", file.key)
+            if parts and (tensor.dtype, tensor.shape) != (parts[0][0].dtype, parts[0][0].shape):
+                raise IntegrityError(
+                    f"{name}.{expert} in {file.key} is {tensor.dtype} {list(tensor.shape)}, that of "
+                    f"the first expert {parts[0][0].dtype} {list(parts[0][0].shape)}",
+                    hint="files of different saves are mixed in one folder",
+                )
+            parts.append((tensor, file))
+        model.adopt_stack(name, parts)
+
+
 def expert_model(
     base: ModelStates, file: TorchFile, experts: Experts, degree: int, rank: int
 ) -> ModelStates:
@@ -307,6 +362,9 @@ def expert_model(
     for name, tensor in base.module.items():
         if experts.is_on(name, degree, rank):
             model.adopt(name, tensor, base.home(name))
+    for name, parts in base.stacks.items():
+        local = len(parts) // degree
+        model.adopt_stack(name, parts[rank * local : (rank + 1) * local])
     return model
 
 
@@ -339,14 +397,15 @@ def expert_ranks(experts: Experts, model: ModelStates, files: Mapping[int, str])
             "expert-parallel ranks saved it",
             hint=copy_hint(weights=True),
         )
-    uneven = next((p for p, n in experts.counts.items() if n % recorded), None)
+    counts = {**experts.counts, **{n: layer.experts for n, layer in experts.stacked.items()}}
+    uneven = next((p for p, n in counts.items() if n % recorded), None)
     ranks = experts.dp * experts.lanes
-    if files.keys() - set(expected) or uneven is not None or ranks % recorded:
+    other = any(layer.degree != recorded for layer in experts.stacked.values())
+    if other or files.keys() - set(expected) or uneven is not None or ranks % recorded:
         raise IntegrityError(
             f"there are optimizer files of {there} expert-parallel ranks, but {model.key} was "
             f"saved by {recorded} of "
-            f"{ranks} ranks"
-            + (f", with {experts.counts[uneven]} experts in {uneven}*" if uneven else ""),
+            f"{ranks} ranks" + (f", with {counts[uneven]} experts in {uneven}*" if uneven else ""),
             hint="an earlier save by more ranks left some; move those elsewhere",
         )
     return [files[k] for k in expected]

@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ucformat.engines.deepspeed.autoep import stacked_layers
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.reading.stand_ins import Inert, StoredTensor
 from ucformat.reading.values import to_json
@@ -34,6 +35,7 @@ from ucformat.storage.concurrency import map_io
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from ucformat.engines.deepspeed.autoep import StackedLayer
     from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
 
@@ -239,7 +241,9 @@ class ModelStates:
         self._homes: dict[str, TorchFile] = {}
         self.buffers = frozenset(self._names("buffer_names", (list, tuple, set)))
         self._names("shared_params", dict)
-        self._refuse_unsupported()
+        self.stacked = stacked_layers(self.value, self.key)  # by number among layers of experts
+        # of stacked tensors the weight of each expert that a file holds
+        self.stacks: dict[str, list[tuple[StoredTensor, TorchFile]]] = {}
         shapes = self.value.get("param_shapes")
         if not isinstance(shapes, list | tuple | None):
             raise IntegrityError(f"{self.key} has no usable 'param_shapes'")
@@ -267,6 +271,17 @@ class ModelStates:
         self.module = dict(
             [*items[:index], *((n, t) for n, (t, _) in tensors.items()), *items[index:]]
         )
+
+    def adopt_stack(self, name: str, experts: list[tuple[StoredTensor, TorchFile]]) -> None:
+        """Add a stacked tensor of the module, of the files of its experts."""
+        self.stacks[name] = experts
+        if experts:
+            self._homes[name] = experts[0][1]
+
+    @property
+    def stacked_names(self) -> dict[str, StackedLayer]:
+        """The stacked tensors, and the layer of each."""
+        return {n: layer for layer in self.stacked.values() for n in layer.names}
 
     def home(self, name: str) -> TorchFile:
         """The file that holds a tensor of the module."""
@@ -340,15 +355,6 @@ class ModelStates:
         if not isinstance(shapes, dict) or not all(isinstance(s, tuple) for s in shapes.values()):
             raise IntegrityError(f"{self.key} has no usable {key!r}")
         return dict(shapes)
-
-    def _refuse_unsupported(self) -> None:
-        value = self.value
-        if value.get("ds_autoep_layers"):
-            raise UnsupportedError(
-                f"{self.key}: `ds_autoep_layers`: not yet read: experts of AutoEP, which are "
-                "stacked in one tensor",
-                hint="experts of deepspeed.moe are read",
-            )
 
 
 def _flattened(module: dict[Any, Any], file: str, depth: int = 0) -> dict[Any, Any]:

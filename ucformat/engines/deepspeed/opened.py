@@ -6,7 +6,13 @@ import math
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ucformat.engines.deepspeed.experts import adopt_experts, expert_model, expert_ranks, is_expert
+from ucformat.engines.deepspeed.experts import (
+    adopt_experts,
+    expert_model,
+    expert_ranks,
+    is_expert,
+    partitioned_experts,
+)
 from ucformat.engines.deepspeed.model_states import ModelStates, Objects, load_all
 from ucformat.engines.deepspeed.pipeline import adopt_layers, layers_of, names_of_stages
 from ucformat.engines.deepspeed.resolver import ShardingResolver
@@ -55,7 +61,10 @@ class OpenDeepSpeed(IndexedSource):
 
         degrees, stages = _read(load, files, options)
         models = [model for rank_slice in chain(*stages) for model in rank_slice.models]
-        resolver = ShardingResolver(models, degrees.tp, options.layout, options.vocab, options.cuts)
+        stacked = {name for model in models for name in model.stacked_names}
+        resolver = ShardingResolver(
+            *(models, degrees.tp, options.layout, options.vocab, options.cuts), stacked=stacked
+        )
         merged = Merged(store, stages, resolver)
         contents = self.contents = merged.contents
         contents.groups = merge_groups(stages)
@@ -152,8 +161,20 @@ def _read_experts(
         if not any(keys) and not any(model.value.get("num_experts") for model in models):
             out.append(None)
             continue
+        stacked = any(model.stacked for model in models)
+        if stacked and len(grid) * degrees.tp > 1:
+            raise UnsupportedError(
+                f"{models[0].key}: not yet read: experts of AutoEP with tensor parallelism or in pipelines"
+            )
+        if files.zero3 and not stacked:
+            raise UnsupportedError(
+                f"{models[0].key}: not yet read: experts of deepspeed.moe with ZeRO 3, which "
+                "DeepSpeed refuses to train",
+                hint="experts of AutoEP are read with ZeRO 3, those of deepspeed.moe with ZeRO 0 to 2",
+            )
         if files.zero3:
-            raise UnsupportedError(f"{models[0].key}: not yet read: experts with ZeRO 3")
+            out.append([partitioned_experts(stage[0])])
+            continue
         opened = [
             dict(
                 zip(
@@ -246,12 +267,17 @@ def _expert_stages(
             rank_slice.degrees = (degree * mine.lanes,)
             if rank:
                 rank_slice.contents.forget(
-                    key for key in stages[0][t].contents.infos if key.state == "weight"
+                    key
+                    for key in stages[0][t].contents.infos
+                    if key.state == "weight" and key.name not in mine.stacked
                 )
             else:
                 rank_slice.models = [base]  # only the first has more than that
             slices.append(rank_slice)
         stages += _apart(slices) if experts[0].lanes > 1 else [slices]
+    if experts[0].stacked:  # which ranks have parts of, as if they were tensor-parallel
+        stacked = experts[0].stacked
+        stages.append([slices[0].split(lambda name: name in stacked) for slices in list(stages)])
     return stages
 
 
@@ -264,7 +290,7 @@ def _layout(degrees: ParallelDegrees, stages: list[list[Slice]], files: TagFiles
     """Stage and ranks, and the dtype of weights of which only the fp32 copy is stored."""
     first = stages[0][0]
     out = degrees.layout(first.stage)
-    if files.experts:
+    if files.experts or first.model.stacked:
         every = {n for rank_slice in chain(*stages) for n in rank_slice.degrees}
         sizes = sorted({n for n in every if n > 1} or {1})
         out["ep"] = sizes[0] if len(sizes) == 1 else sizes

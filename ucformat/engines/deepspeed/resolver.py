@@ -22,13 +22,21 @@ from ucformat.engines.deepspeed.inference import (
 from ucformat.engines.deepspeed.patterns import TensorParallelInfo
 from ucformat.errors import AmbiguousLayout, LayoutError, option_text
 from ucformat.geometry.placement import axes_of, place
-from ucformat.geometry.tp_sharding import TP, Shapes, TPSharding, mean, replicate, shard
+from ucformat.geometry.tp_sharding import (
+    TP,
+    Shapes,
+    TPSharding,
+    concatenate,
+    mean,
+    replicate,
+    shard,
+)
 from ucformat.reading.stand_ins import Inert
 from ucformat.sources.tp_merge import cuts_option, layout_of_cuts
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from ucformat.engines.deepspeed.model_states import ModelStates
     from ucformat.geometry.layout import Layout
@@ -45,8 +53,9 @@ class ShardingResolver:
         layout: Layout | str | None = None,
         vocab: int | None = None,
         cuts: Mapping[str, str | int] | None = None,
+        stacked: Collection[str] = (),
     ) -> None:
-        self._ranks, self._vocab = ranks, vocab
+        self._ranks, self._vocab, self._stacked = ranks, vocab, stacked
         self._file = models[0].key
         describing = (m for m in models if m.value.get("universal_checkpoint_info"))
         described_by = next(describing, models[0])
@@ -181,6 +190,8 @@ class ShardingResolver:
         self, name: str, shapes: Shapes, buffers: frozenset[str], verdict: Callable[[str], Verdict]
     ) -> TPSharding | Doubt | None:
         """The sharding that the caller or the checkpoint gives."""
+        if name in self._stacked and shapes[0]:  # of which each rank has some experts
+            return concatenate(shapes, 0)
         if len(shapes) < self._ranks:  # an expert that only one of the ranks has
             return replicate(shapes)
         for layout in self._layouts:

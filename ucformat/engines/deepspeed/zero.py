@@ -28,6 +28,7 @@ from ucformat.engines.deepspeed.model_states import (
 from ucformat.engines.deepspeed.slices import is_partitioned
 from ucformat.engines.deepspeed.zero0 import read_zero0
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
+from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import (
     FlatBuffer,
     flat_range,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
     from ucformat.engines.deepspeed.folder import TagFiles
     from ucformat.engines.deepspeed.model_states import ModelStates
-    from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Extent
     from ucformat.sources.index import TensorIndex
     from ucformat.sources.pickle.file import TorchFile
@@ -86,7 +86,8 @@ class FlatGroups(ABC):
     @property
     def expert_groups(self) -> list[tuple[int, bool]]:
         """The expert-parallel ranks of each group, and whether it has experts."""
-        return [(n, any(map(is_expert, g))) for n, g in zip(self.degrees, self.shapes, strict=True)]
+        groups = zip(self.degrees, self.shapes, strict=True)
+        return [(n, any(map(self.experts.is_expert, group))) for n, group in groups]
 
     @abstractmethod
     def _parse(self, file: TorchFile) -> Partition:
@@ -132,7 +133,10 @@ class FlatGroups(ABC):
             entry.state = plain
             tensors = {"master": first.masters[index]}
             tensors |= {n: v for n, v in states.items() if isinstance(v, StoredTensor)}
+            stacked = [name for name in shapes if name in self.experts.stacked]
             for expert_rank, (local, shape) in product(range(degree), shapes.items()):
+                if local in stacked:
+                    continue
                 name = self.experts.global_name(local, degree, expert_rank)
                 if is_expert(name) and name not in self.model.module:
                     raise IntegrityError(
@@ -146,6 +150,15 @@ class FlatGroups(ABC):
                         contents.add(name, kind, tensor.dtype, shape, locate)
                     else:
                         contents.add_whole(name, kind, file, tensor)
+            entry.names += stacked
+            for name in stacked:
+                first_dim, *rest = shapes[name]
+                for kind, tensor in tensors.items():
+                    if tensor.shape or kind == "master":
+                        locate = partial(self._stacked_extents, index, name, kind)
+                        contents.add(name, kind, tensor.dtype, (first_dim * degree, *rest), locate)
+                    else:
+                        contents.add_whole(name, kind, file, tensor)
         state = file.value["optimizer_state_dict"]
         contents.keep_scalars(file, scalars(file, state, self.tensors))
 
@@ -153,15 +166,47 @@ class FlatGroups(ABC):
         self, index: int, name: str, state: str, expert_rank: int, within: Box | None
     ) -> Iterator[Extent]:
         """The parts of a parameter, by its local name, in the partitions that contain it."""
-        buffer, shape = self.flat[index], self.shapes[index][name]
-        positions = buffer.holders(name, *flat_range(shape, within))
+        shape = self.shapes[index][name]
+        yield from self._parts(index, name, state, expert_rank, shape, 0, flat_range(shape, within))
+
+    def _stacked_extents(
+        self, index: int, name: str, state: str, within: Box | None
+    ) -> Iterator[Extent]:
+        """The parts of a stack of experts, one after another those of each expert-parallel rank."""
+        degree, (rows, *rest) = self.degrees[index], self.shapes[index][name]
+        shape, size = (rows * degree, *rest), math.prod((rows, *rest))
+        first, last = flat_range(shape, within)
+        for rank in range(degree):
+            base = rank * size
+            start, stop = max(first - base, 0), min(last - base, size)
+            if start < stop:
+                yield from self._parts(index, name, state, rank, shape, base, (start, stop))
+
+    def _parts(
+        self,
+        index: int,
+        name: str,
+        state: str,
+        expert_rank: int,
+        shape: tuple[int, ...],
+        base: int,
+        wanted: tuple[int, int],
+    ) -> Iterator[Extent]:
+        """The parts of what an expert-parallel rank holds of a tensor, from its element `base` on.
+
+        Args:
+            shape: of the tensor.
+            wanted: [start, stop) of the elements that the rank holds.
+        """
+        buffer = self.flat[index]
+        positions = buffer.holders(name, *wanted)
         holders = self.experts.holders(self.degrees[index], expert_rank)
         opened = self._get([holders[position] for position in positions])
         for position in positions:
             start, stop, offset = buffer.part_on(name, position)
             part = opened[holders[position]]
             memory = part.masters[index] if state == "master" else part.states[index][state]
-            yield from part.file.flat(memory, offset, shape, start, stop)
+            yield from part.file.flat(memory, offset, shape, base + start, base + stop)
 
 
 # ZeRO 1 and 2: each optimizer group is one flat buffer, cut into equal partitions over the ranks.
@@ -405,13 +450,17 @@ class Zero3(FlatGroups):
     tensors = frozenset((_ZERO3_MASTER, "optimizer_state_dict"))
 
     def _parse(self, file: TorchFile) -> Partition:
-        if not self.flat:
-            self.flat = [_partitioned_buffer(shapes, self.world) for shapes in self.shapes]
         state = need(file.value, "optimizer_state_dict", dict, file.key)
-        if state.get("ds_zero_partition_groups"):
-            raise UnsupportedError(
-                f"{file.key}: DeepSpeed checkpoints with expert parallelism are not yet read"
-            )
+        recorded = _ranks_of_groups(state, len(self.shapes), file.key)
+        if not self.flat:
+            self.degrees = [
+                self.experts.degree_of(shapes, {}, ranks and len(ranks), file.key)
+                for shapes, ranks in zip(self.shapes, recorded, strict=True)
+            ]
+            self.flat = [
+                _partitioned_buffer(shapes, self.world // degree)
+                for shapes, degree in zip(self.shapes, self.degrees, strict=True)
+            ]
         if state.get("partition_count") not in (None, self.world):
             raise IntegrityError(
                 f"{file.key} was saved by {state['partition_count']} ranks, but {self.world} "
@@ -437,13 +486,22 @@ class Zero3(FlatGroups):
         by_entry = [state_of(states, i, file.key) for i in indices]
         return Partition(file, masters, by_entry, groups, owners)
 
-    def _check(self, rank: int, partition: Partition) -> None:  # noqa: ARG002 - all hold alike many
+    def _check(self, rank: int, partition: Partition) -> None:
+        state = partition.file.value["optimizer_state_dict"]
+        recorded = _ranks_of_groups(state, len(self.shapes), partition.file.key)
         for index, (buffer, master) in enumerate(zip(self.flat, partition.masters, strict=True)):
+            degree, ranks = self.degrees[index], recorded[index]
+            every = (list(self.experts.holders(degree, k)) for k in range(degree))
+            if ranks is not None and ranks != next(each for each in every if rank in each):
+                raise UnsupportedError(
+                    f"{partition.file.key}: not yet read: flat group {index} is sharded across the "
+                    f"ranks {ranks}"
+                )
             if master.shape != (buffer.size,):
                 raise IntegrityError(
                     f"{partition.file.key}: flat group {index} has shape {master.shape}; its "
                     "parameters, sharded "
-                    f"across {self.world} ranks, take {buffer.size} elements",
+                    f"across {self.world // degree} ranks, take {buffer.size} elements",
                     hint=(
                         "files of different saves are mixed in one folder, or the optimizer was "
                         "offloaded to NVMe"
@@ -452,6 +510,20 @@ class Zero3(FlatGroups):
             for name, value in partition.states[index].items():
                 if isinstance(value, StoredTensor) and value.shape not in ((), (buffer.size,)):
                     raise refuse_flat_state(name, value, index, partition.file.key)
+
+
+def _ranks_of_groups(state: Any, groups: int, file: str) -> list[list[int] | None]:
+    """The ranks across which each flat group is sharded, if that is recorded (of AutoEP); else None."""
+    recorded = state.get("ds_zero_partition_groups")
+    if not recorded:
+        return [None] * groups
+    listed = recorded if isinstance(recorded, list) else []
+    ranks = [entry.get("partition_ranks") for entry in listed if isinstance(entry, dict)]
+    if len(ranks) != groups or not all(
+        isinstance(of_group, list) and of_group for of_group in ranks
+    ):
+        raise IntegrityError(f"{file} has no usable 'ds_zero_partition_groups'")
+    return ranks
 
 
 def _partitioned_buffer(shapes: Mapping[str, tuple[int, ...]], world: int) -> FlatBuffer:
@@ -588,7 +660,8 @@ class SliceReader:
             stage = zero_options(model.value).get("stage")
             out.stage = stage if type(stage) is int and 0 <= stage < 3 else 0
         elif self.zero3:
-            Zero3(model, optims, self.load, contents)
+            zero3 = Zero3(model, optims, self.load, contents, self.experts)
+            out.degrees = tuple(degree for degree, _ in zero3.expert_groups)
         elif model.param_shapes is not None:
             zero = Zero12(model, optims, self.load, contents, self.experts)
             out.stage = 0 if is_partitioned(model) else zero.stage
@@ -627,11 +700,27 @@ def _add_weights(rank_slice: Slice) -> None:
     for name, tensor in model.module.items():
         if name not in rank_slice.aliases:
             rank_slice.contents.add_whole(name, "weight", model.home(name), tensor)
+    for name, experts in model.stacks.items():
+        first, shape = experts[0][0], (len(experts), *experts[0][0].shape)
+        locate = partial(_stack_extents, experts)
+        rank_slice.contents.add(name, "weight", first.dtype, shape, locate)
     for alias, name in rank_slice.aliases.items():
         if name not in model.module and name not in model.described:
             raise IntegrityError(
                 f"{model.key}: {alias} is tied to {name}, which is not in the checkpoint"
             )
+
+
+def _stack_extents(
+    experts: list[tuple[StoredTensor, TorchFile]], within: Box | None
+) -> Iterator[Extent]:
+    """The weights of the experts of a stack, each in a file of its own."""
+    first = 0 if within is None else within.start[0]
+    last = len(experts) if within is None else first + within.shape[0]
+    for number, (tensor, file) in enumerate(experts[first:last], first):
+        for extent in file.whole(tensor):
+            box = Box((number, *extent.box.start), (1, *extent.box.shape))
+            yield replace(extent, box=box, strides=(0, *extent.strides))
 
 
 def _add_buffers(rank_slice: Slice) -> list[str]:

@@ -33,7 +33,7 @@ from ucformat.sources.pickle.optimizer import Candidate, Entry, match, shape_of_
 from ucformat.storage.concurrency import map_io
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from ucformat.engines.deepspeed.model_states import ModelStates
     from ucformat.sources.index import Locate, TensorIndex
@@ -116,7 +116,13 @@ def _single(
     moe: list[bool],
 ) -> None:
     """Add one entry for each parameter."""
-    parameters = _parameters(model)
+    # of a stack the first expert stands for all
+    stacks = {name: experts[0][0] for name, experts in model.stacks.items()}
+    parameters = {**_parameters(model), **stacks}
+    shapes = {
+        n: (len(model.stacks[n]), *t.shape) if n in stacks else t.shape
+        for n, t in parameters.items()
+    }
     if masters is not None:
         groups = [_listed(group, model) for group in masters]
         copies = [[stored(t, "fp32_groups", model.key) for t in group] for group in groups]
@@ -129,9 +135,12 @@ def _single(
     else:
         copies, by_name = [], {}
         entries = [[Entry(shape_of_states(s)) for s in group] for group in states]
-    candidates = [Candidate(name, t.shape, by_name.get(name)) for name, t in parameters.items()]
+    candidates = [Candidate(name, shape, by_name.get(name)) for name, shape in shapes.items()]
     if names is None:
-        names = _match(entries, candidates, moe)
+        experts = {name for name in parameters if name in stacks or is_expert(name)}
+        matched = [_match(entries, order, moe, experts) for order in _orders(candidates, stacks)]
+        fitting = [each for each in matched if each is not None]
+        names = fitting[0] if fitting and all(each == fitting[0] for each in fitting) else None
     if names is None:
         raise UsageError(
             f"{model.key}: its optimizer states are numbered, and their "
@@ -166,8 +175,22 @@ def _is_moe(hyper: Any) -> bool:
     return isinstance(hyper, dict) and bool(hyper.get("moe"))
 
 
+def _orders(candidates: list[Candidate], stacks: Collection[str]) -> list[list[Candidate]]:
+    """The orders in which an optimizer may have been given the parameters.
+
+    AutoEP puts the parameters of the layers that it makes, which are a router's beside stacked
+    experts, behind those that a program gave.
+    """
+    made = tuple(f"{name.rpartition('.experts.')[0]}." for name in stacks)
+    last = [c for c in candidates if c.name.startswith(made)] if made else []
+    return [candidates, *([[c for c in candidates if c not in last] + last] if last else [])]
+
+
 def _match(
-    entries: list[list[Entry]], candidates: list[Candidate], moe: list[bool]
+    entries: list[list[Entry]],
+    candidates: list[Candidate],
+    moe: list[bool],
+    experts: Collection[str],
 ) -> list[list[str]] | None:
     """The names of the entries; groups for experts hold all experts and nothing else."""
     if not any(moe):
@@ -175,7 +198,7 @@ def _match(
     names: dict[int, list[str]] = {}
     for kind in (True, False):
         groups = [g for g, is_moe in enumerate(moe) if is_moe is kind]
-        of_kind = [c for c in candidates if is_expert(c.name) is kind]
+        of_kind = [c for c in candidates if (c.name in experts) is kind]
         matched = match([entries[g] for g in groups], of_kind)
         if matched is None:
             return None
