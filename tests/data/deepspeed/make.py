@@ -122,6 +122,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "vocab": 31,
         "universal": True,
     },
+    "universal-autoep2": {"world": 2, "ep": 2, "auto": True, "zero": 2, "universal": True},
     "universal-pp2": {"world": 2, "pp": 2, "zero": 1, "dtype": "bf16", "universal": True},
 }
 HIDDEN, INNER, SEQ = 12, 15, 6

@@ -283,6 +283,14 @@ class ModelStates:
         """The stacked tensors, and the layer of each."""
         return {n: layer for layer in self.stacked.values() for n in layer.names}
 
+    def join_stacks(self) -> None:
+        """Describe stacked tensors as all ranks together have them, not as one of them has."""
+        stacked = self.stacked_names
+        for group in self.param_shapes or ():
+            for name, shape in group.items():
+                if name in stacked and shape:
+                    group[name] = (stacked[name].experts, *shape[1:])
+
     def home(self, name: str) -> TorchFile:
         """The file that holds a tensor of the module."""
         return self._homes.get(name, self.file)

@@ -6,6 +6,7 @@ import math
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from ucformat.engines.deepspeed.degrees import ParallelDegrees, models_by_label
 from ucformat.engines.deepspeed.experts import (
     adopt_experts,
     expert_model,
@@ -17,7 +18,7 @@ from ucformat.engines.deepspeed.model_states import ModelStates, Objects, load_a
 from ucformat.engines.deepspeed.pipeline import adopt_layers, layers_of, names_of_stages
 from ucformat.engines.deepspeed.resolver import ShardingResolver
 from ucformat.engines.deepspeed.slices import describe, is_partitioned
-from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, SliceReader, models_by_label
+from ucformat.engines.deepspeed.zero import Slice, SliceReader
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError, option_text
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList

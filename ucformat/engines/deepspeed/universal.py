@@ -19,6 +19,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from ucformat.engines.deepspeed.degrees import ParallelDegrees, models_by_label
 from ucformat.engines.deepspeed.folder import TagFiles, list_files
 from ucformat.engines.deepspeed.model_states import (
     ModelStates,
@@ -31,7 +32,7 @@ from ucformat.engines.deepspeed.model_states import (
 )
 from ucformat.engines.deepspeed.opened import Merged, tensor_list
 from ucformat.engines.deepspeed.resolver import ShardingResolver
-from ucformat.engines.deepspeed.zero import ParallelDegrees, Slice, models_by_label, read_weights
+from ucformat.engines.deepspeed.zero import Slice, read_weights
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError, first_names, option_text
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Key, TensorInfo
@@ -476,6 +477,8 @@ def _read_models(
     rows = load_all(lambda key: TorchFile(store, key, allow=options.allow), files.models)
     models = [[ModelStates(file) for file in row] for row in rows]
     first = models[0][0]
+    for model in chain(*models):
+        model.join_stacks()
     degrees = ParallelDegrees.of(files, first, others=[row[0] for row in models])
     shared = first.aliases(zero3=files.zero3)
     stages: list[list[Slice]] = []
