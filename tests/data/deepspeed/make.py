@@ -300,28 +300,38 @@ def config_of(spec: dict[str, Any]) -> dict[str, Any]:
     if spec.get("bf16_optimizer"):
         out["data_types"] = {"grad_accum_dtype": "fp32"}
     if "auto" in spec:
-        names = {"expert_w1": "gate_up_proj", "expert_w2": "down_proj", "expert_w3": None}
-        patterns = {
-            "moe_layer_pattern": r"moe\.\d+",
-            "router_pattern": "gate",
-            "expert_pattern": "experts",
-        }
-        counts = {"num_experts_attr": "num_local_experts", "top_k_attr": "num_experts_per_tok"}
-        auto = {"enabled": True, "autoep_size": spec["ep"], "use_grouped_mm": False}
-        out["expert_parallel"] = {**auto, **patterns, **names, **counts}
+        out["expert_parallel"] = auto_of(spec["ep"])
     if spec.get("data_first"):
         out["use_data_before_expert_parallelism"] = True
     if spec.get("tp", 1) > 1:
         out["tensor_parallel"] = {"autotp_size": spec["tp"]}
     if spec.get("tp", 1) > 1 and "ep" in spec:
-        where = "block" if spec.get("across") else r"(block|deepspeed_experts\.\d+)"
-        specs = [
-            {"patterns": [rf".*{where}\.{name}\.weight$"], "partition_type": kind}
-            for name, kind in (("up", "column"), ("down", "row"))
-        ]
+        specs = cuts_of(cut=not spec.get("across"))
         custom = {"use_default_specs": False, "layer_specs": specs}
         out["tensor_parallel"]["partition_config"] = custom
     return out
+
+
+def cuts_of(*, cut: bool) -> list[dict[str, Any]]:
+    """How AutoTP cuts `Experts`; `cut`: each expert, too."""
+    where = r"(block|deepspeed_experts\.\d+)" if cut else "block"
+    return [
+        {"patterns": [rf".*{where}\.{name}\.weight$"], "partition_type": kind}
+        for name, kind in (("up", "column"), ("down", "row"))
+    ]
+
+
+def auto_of(ep: int) -> dict[str, Any]:
+    """AutoEP for `Mixtures`."""
+    names = {"expert_w1": "gate_up_proj", "expert_w2": "down_proj", "expert_w3": None}
+    patterns = {
+        "moe_layer_pattern": r"moe\.\d+",
+        "router_pattern": "gate",
+        "expert_pattern": "experts",
+    }
+    counts = {"num_experts_attr": "num_local_experts", "top_k_attr": "num_experts_per_tok"}
+    auto = {"enabled": True, "autoep_size": ep, "use_grouped_mm": False}
+    return {**auto, **patterns, **names, **counts}
 
 
 def held(spec: dict[str, Any], engine: Any, opt: Any) -> dict[str, dict[str, torch.Tensor]]:

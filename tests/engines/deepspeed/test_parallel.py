@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.sources.suite import SourceSuite, kept
+from ucformat.engines.deepspeed import degrees as ranks
 from ucformat.engines.deepspeed import pipeline
-from ucformat.engines.deepspeed.degrees import ParallelDegrees
 from ucformat.engines.deepspeed.opened import Merged
 from ucformat.engines.deepspeed.pipeline import _splits
 from ucformat.engines.deepspeed.source import DeepSpeed
@@ -253,7 +253,7 @@ def test_so_many_ranks_may_be_recorded_and_no_more(
     monkeypatch.setattr(ranks, "check_world", lambda *_, **__: None)
     files: Any = SimpleNamespace(layers={}, optims={}, zero3=False)
 
-    def read(pp: int, tp: int, dp: int) -> ParallelDegrees:
+    def read(pp: int, tp: int, dp: int) -> ranks.ParallelDegrees:
         model: Any = SimpleNamespace(
             dims=(pp, tp, None),
             world=dp,
@@ -262,9 +262,9 @@ def test_so_many_ranks_may_be_recorded_and_no_more(
             key="model.pt",
             value={},
         )
-        return ParallelDegrees.of(files, model, others=[])
+        return ranks.ParallelDegrees.of(files, model, others=[])
 
-    assert read(*degrees) == ParallelDegrees(*degrees)
+    assert read(*degrees) == ranks.ParallelDegrees(*degrees)
     for at in range(3):
         with pytest.raises(IntegrityError, match=r"model\.pt records \d+ x \d+ x \d+ ranks"):
             read(*(n + (i == at) for i, n in enumerate(degrees)))

@@ -75,7 +75,7 @@ def stacked_layers(value: Mapping[str, Any], file: str) -> dict[int, StackedLaye
             raise UnsupportedError(
                 f"{file}: not yet read: experts of AutoEP in the format {form!r}, version {version!r}"
             )
-        _check_order(entry.get("expert_placement"), experts, degree, file)
+        check_order(entry.get("expert_placement"), experts, degree, file)
         layers[number] = StackedLayer(entry["expert_key_prefix"], experts, degree)
     return layers
 
@@ -87,9 +87,14 @@ def _describes(entries: Any) -> bool:
     )
 
 
-def _check_order(placement: Any, experts: int, degree: int, file: str) -> None:
-    """Check that ranks hold the experts in the order of their numbers."""
-    if placement is None:  # as before DeepSpeed 0.19.8, which knew no other
+def check_order(placement: Any, experts: int, degree: int, where: str) -> None:
+    """Check that ranks hold the experts in the order of their numbers.
+
+    Args:
+        placement: DeepSpeed's description; None of versions that knew no other order.
+        where: the file or the module that has it.
+    """
+    if placement is None:
         return
     local = experts // degree
     ranks = [
@@ -102,7 +107,7 @@ def _check_order(placement: Any, experts: int, degree: int, file: str) -> None:
         or placement.get("ranks") != ranks
     ):
         raise UnsupportedError(
-            f"{file}: not yet read: experts of AutoEP that ranks do not hold in the order of their "
-            "numbers (`expert_placement`)",
+            f"{where}: experts of AutoEP that ranks do not hold in the order of their numbers "
+            "(`expert_placement`)",
             hint="DeepSpeed's own converter to its universal format knows them; that is read",
         )

@@ -76,6 +76,7 @@ class EngineParts:
 
     def whole(self, local: LocalShard) -> LocalShard:
         """Return the part of a tensor of the whole model, of that of this rank's module."""
+        local = self.experts.whole(local)
         return local if self.tensor_parallel is None else self.tensor_parallel.whole(local)
 
     @cached_property
@@ -131,7 +132,7 @@ def inspect_engine(engine: Any) -> EngineParts:
     buffers = {experts.whole_name(n): buffer for n, buffer in _buffers(module).items()}
     return EngineParts(
         *(engine, stage, optimizer, inner, parameters, buffers, aliases, stages, experts),
-        tensor_parallel(engine, parameters),
+        tensor_parallel(engine, parameters, experts),
     )
 
 
@@ -153,12 +154,12 @@ def _refuse_engine(engine: Any) -> None:
     ranks = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
     unsupported = {
         "tensor parallelism of a program's own (mpu)": ranks > 1 and engine.autotp_size() <= 1,
-        "AutoTP and experts": engine.autotp_size() > 1 and engine.has_moe_layers,
+        "AutoTP and AutoEP": engine.autotp_size() > 1 and _has_autoep(engine),
         "AutoTP and pipelines": engine.autotp_size() > 1 and engine.pipeline_parallelism,
         "AutoTP and sequence parallelism": (
             engine.autotp_size() > 1 and engine.sequence_parallel_size > 1
         ),
-        "experts in a pipeline": engine.pipeline_parallelism and engine.has_moe_layers,
+        "AutoEP in a pipeline": engine.pipeline_parallelism and _has_autoep(engine),
         "ZenFlow": engine.zenflow,
     }
     for feature, is_used in unsupported.items():
@@ -170,6 +171,12 @@ def _refuse_engine(engine: Any) -> None:
                     "and AutoTP"
                 ),
             )
+
+
+def _has_autoep(engine: Any) -> bool:
+    """Whether AutoEP is switched on, which versions of DeepSpeed before 0.19 do not have."""
+    config = getattr(engine._config, "expert_parallel_config", None)  # noqa: SLF001 - the only way
+    return bool(getattr(config, "enabled", False))
 
 
 def _refuse_optimizer(optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""The parts of parameters that AutoTP leaves to this rank of a DeepSpeed engine, as its layers describe them."""
+"""The parts of parameters that this rank of a DeepSpeed engine has, as AutoTP's layers describe them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ucformat.geometry.tensor import Piece
 from ucformat.torch.state.local import LocalShard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     import torch
 
+    from ucformat.engines.deepspeed.live_experts import LocalExperts
     from ucformat.geometry.view import BoxPair
 
 _HINT = "use engine.save_checkpoint, or an engine without AutoTP"
@@ -25,7 +26,7 @@ _HINT = "use engine.save_checkpoint, or an engine without AutoTP"
 
 @dataclass(frozen=True, slots=True)
 class CutParameter:
-    """A parameter that AutoTP has cut: the shape of all of it, that of this rank's part, and where the part lies.
+    """A parameter that ranks have in parts: the shape of all of it, that of this rank's part, and where the part lies.
 
     `dim` is the dim along which it is cut, None if there are several.
     """
@@ -34,6 +35,29 @@ class CutParameter:
     local: tuple[int, ...]
     regions: tuple[BoxPair, ...]
     dim: int | None
+
+    def whole(self, local: LocalShard, mesh: RankMesh | None) -> LocalShard:
+        """The part of the whole tensor, of that of this rank's part of it.
+
+        Args:
+            mesh: of the ranks that have the same part, and of those that have the others; None if
+                no description covers them.
+
+        Raises:
+            UnsupportedError: it is a state of another shape than the parameter.
+        """
+        info, flat = local.info, local.distribution
+        if info.shape != self.local:
+            raise UnsupportedError(
+                f"the optimizer state {info.state!r} of {info.name} has the shape {list(info.shape)}, that of "
+                f"the parameter is {list(self.local)}: it belongs to this rank's part alone",
+                hint="use an optimizer whose states have the shapes of parameters",
+            )
+        distribution = None
+        if mesh is not None and self.dim is not None:
+            distribution = _on_mesh(mesh, flat, (Cut(self.dim, 1),))
+        info = replace(info, shape=self.shape)
+        return LocalShard(info, tuple(self.pieces(local.pieces)), local.tensor, distribution)
 
     def pieces(self, pieces: tuple[Piece, ...]) -> Iterator[Piece]:
         """The pieces of the whole parameter, of those of the part."""
@@ -50,17 +74,30 @@ class CutParameter:
                 yield Piece(common.shift(moved), piece.offset + at, piece.strides)
 
 
+def _on_mesh(
+    mesh: RankMesh, flat: Distribution | None, cuts: tuple[Cut, ...]
+) -> Distribution | None:
+    """A distribution over the first axis of a mesh, with cuts over the second."""
+    if flat is None:
+        return Distribution(mesh, cuts)
+    if flat.mesh.size != mesh.sizes[0]:
+        return None
+    return Distribution(mesh, cuts, 0, flat.part, flat.position)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """The tensor-parallel ranks of an engine: the mesh of data-parallel and tensor-parallel ranks, and what is cut.
 
     `is_even` says whether all these ranks hold equally many elements of each parameter, and so have
-    the parameters at the same places of flat buffers.
+    the parameters at the same places of flat buffers. `experts` has the meshes of experts'
+    parameters: fewer data-parallel ranks have each; None if an expert is whole on one rank alone.
     """
 
     mesh: RankMesh
     cut: Mapping[str, CutParameter]
     is_even: bool
+    experts: Mapping[str, RankMesh | None]
 
     @property
     def degree(self) -> int:
@@ -73,45 +110,26 @@ class TensorParallel:
         Raises:
             UnsupportedError: it is a state of another shape than the parameter.
         """
-        name, shape, flat = local.info.name, local.info.shape, local.distribution
-        parameter = self.cut.get(name)
-        if parameter is None or not shape:
-            return self._replicated(local)
-        if shape != parameter.local:
-            raise UnsupportedError(
-                f"the optimizer state {local.info.state!r} of {name} has the shape {list(shape)}, that of "
-                f"the parameter is {list(parameter.local)}: it belongs to this rank's part alone",
-                hint="use an optimizer whose states have the shapes of parameters",
-            )
-        distribution = None
-        if parameter.dim is not None and (flat is None or self.is_even):
-            distribution = self._distribution(flat, (Cut(parameter.dim, 1),))
-        info = replace(local.info, shape=parameter.shape)
-        return LocalShard(info, tuple(parameter.pieces(local.pieces)), local.tensor, distribution)
-
-    def _replicated(self, local: LocalShard) -> LocalShard:
-        if local.distribution is None or not self.is_even:
+        name, flat = local.info.name, local.distribution
+        mesh = self.experts.get(name, self.mesh)
+        if mesh is None:
             return local
-        distribution = self._distribution(local.distribution, ())
-        return LocalShard(local.info, local.pieces, local.tensor, distribution)
-
-    def _distribution(
-        self, flat: Distribution | None, cuts: tuple[Cut, ...]
-    ) -> Distribution | None:
-        if flat is None:
-            return Distribution(self.mesh, cuts)
-        if flat.mesh.size != self.mesh.sizes[0]:
-            return None
-        return Distribution(self.mesh, cuts, 0, flat.part, flat.position)
+        parameter = self.cut.get(name)
+        if parameter is not None and local.info.shape:
+            return parameter.whole(local, mesh if flat is None or self.is_even else None)
+        if flat is None or not self.is_even:
+            return local
+        return LocalShard(local.info, local.pieces, local.tensor, _on_mesh(mesh, flat, ()))
 
 
 def tensor_parallel(
-    engine: Any, parameters: Mapping[str, torch.nn.Parameter]
+    engine: Any, parameters: Mapping[str, torch.nn.Parameter], experts: LocalExperts
 ) -> TensorParallel | None:
     """Return what AutoTP has cut in an engine; None if it is not used.
 
     Raises:
-        UnsupportedError: a layer does not describe how it has cut a parameter.
+        UnsupportedError: a layer does not describe how it has cut a parameter, or an expert is cut
+            whose other parts no rank has.
     """
     from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
@@ -120,6 +138,7 @@ def tensor_parallel(
     mesh = _mesh(engine)
     at = mesh.coordinate(dist.get_rank())
     assert at is not None  # noqa: S101 - checked with the mesh
+    meshes = _meshes_of_experts(engine, parameters, experts)
     cut: dict[str, CutParameter] = {}
     is_even = True
     for name, parameter in parameters.items():
@@ -145,11 +164,31 @@ def tensor_parallel(
             )
         if set(shapes) == {sharding.shape}:
             continue
+        if meshes.get(name, mesh) is None:
+            raise UnsupportedError(
+                f"AutoTP has cut {name}, an expert's, of which no other rank has the rest",
+                hint="use deepspeed.moe.layer.MoE(enable_expert_tensor_parallelism=True)",
+            )
         is_even = is_even and len(set(shapes)) == 1
         dims = [d for d, n in enumerate(sharding.shape) if local[d] != n]
         whole_dim = dims[0] if len(dims) == 1 and len(sharding.regions[at[1]]) == 1 else None
         cut[name] = CutParameter(sharding.shape, local, sharding.regions[at[1]], whole_dim)
-    return TensorParallel(mesh, cut, is_even)
+    return TensorParallel(mesh, cut, is_even, meshes)
+
+
+def _meshes_of_experts(
+    engine: Any, names: Iterable[str], experts: LocalExperts
+) -> dict[str, RankMesh | None]:
+    """The mesh of each expert's parameter: the ranks that have the same part of it, and tensor-parallel ranks."""
+    columns = dist.get_process_group_ranks(engine.mpu.get_tensor_model_parallel_group())
+    lane = set(dist.get_process_group_ranks(engine.seq_data_parallel_group))
+    meshes: dict[str, RankMesh | None] = {}
+    for name in names:
+        if (layer := experts.layer_of(name)) is not None:
+            apart = lane.issuperset(layer.among) and lane.issuperset(layer.replicas)
+            rows = layer.replicas
+            meshes[name] = RankMesh.crossing(dist.get_rank(), rows, columns) if apart else None
+    return meshes
 
 
 def _mesh(engine: Any) -> RankMesh:

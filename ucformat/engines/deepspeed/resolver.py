@@ -20,7 +20,7 @@ from ucformat.engines.deepspeed.inference import (
     preset_layout,
 )
 from ucformat.engines.deepspeed.patterns import TensorParallelInfo
-from ucformat.errors import AmbiguousLayout, LayoutError, option_text
+from ucformat.errors import AmbiguousLayout, LayoutError, UnsupportedError, option_text
 from ucformat.geometry.placement import axes_of, place
 from ucformat.geometry.tp_sharding import (
     TP,
@@ -193,7 +193,7 @@ class ShardingResolver:
         if name in self._stacked and shapes[0]:  # of which each rank has some experts
             return concatenate(shapes, 0)
         if len(shapes) < self._ranks:  # an expert that only one of the ranks has
-            return replicate(shapes)
+            return self._alone(name, shapes)
         for layout in self._layouts:
             placed = self._placed(layout, name, shapes)
             if placed is not None:
@@ -210,6 +210,21 @@ class ShardingResolver:
         if sharding is None or settled or not self.info.is_default(name):
             return sharding
         return self._weigh(name, shapes, sharding, verdict)
+
+    def _alone(self, name: str, shapes: Shapes) -> TPSharding:
+        """The sharding of an expert that only one of the ranks has: none, or the rest of it is nowhere."""
+        if self.info and not self.info.is_default(name):
+            try:
+                described = self.info.sharding(name, shapes * self._ranks)
+            except LayoutError:  # in parts of other shapes
+                described = None
+            if described is None or described.shape != shapes[0]:
+                raise UnsupportedError(
+                    f"{self._file}: {name} is an expert of one tensor-parallel rank, which has a part "
+                    "of it, and no other rank has the rest",
+                    hint="train with enable_expert_tensor_parallelism, or do not let AutoTP cut experts",
+                )
+        return replicate(shapes)
 
     def _preset(
         self, family: Layout, name: str, shapes: Shapes, verdict: Callable[[str], Verdict]

@@ -27,6 +27,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups as ds_groups
 from safetensors.torch import save_file
 
+import ucformat
 import ucformat.torch
 import ucformat.torch.deepspeed as ucd
 from tests.engines.deepspeed.live.train import losses, said
@@ -63,6 +64,7 @@ class Task:
     even: bool = True  # what AutoTP cuts
     ep: int = 1
     layers: int = 1  # of experts
+    cut: bool = True  # whether tensor parallelism cuts experts too
     data_first: bool = False  # use_data_before_expert_parallelism
     dtype: str = "fp32"
     tied: bool = False
@@ -154,6 +156,8 @@ def pipeline_of(task: Task) -> PipelineModule:
             TiedLayerSpec("embed", make.Embed, VOCAB, forward_fn=make.as_head),
         ]
     blocks = [LayerSpec(make.Block, buffers=task.buffers) for _ in range(2)]
+    if task.model == "routed":
+        blocks = [LayerSpec(make.Routed, task.ep), blocks[0], LayerSpec(make.Routed, task.ep)]
     layers = [ends[0], *blocks, LayerSpec(torch.nn.LayerNorm, make.HIDDEN), ends[1]]
     return PipelineModule(
         layers, num_stages=task.pp, loss_fn=make.loss_of, partition_method="uniform"
@@ -164,7 +168,9 @@ def model_of(task: Task) -> torch.nn.Module:
     torch.manual_seed(7 if task.load else 5)
     net: torch.nn.Module
     if task.model == "experts":
-        net = make.Experts(VOCAB, task.ep, task.layers)
+        net = make.Experts(VOCAB, task.ep, task.layers, cut=task.tp > 1 and task.cut)
+    elif task.model == "stacked":
+        net = make.Mixtures(VOCAB, task.layers)
     elif task.model == "tensor":
         net = Tensor(task)
     else:
@@ -186,9 +192,11 @@ def groups_of(task: Task, net: torch.nn.Module) -> list[dict[str, Any]]:
         for i, g in enumerate([trained] if task.groups == 1 else cut)
         if g
     ]
-    if task.model == "experts":
+    if task.model in ("experts", "routed", "stacked"):
         named = [{"name": f"group {i}", **group} for i, group in enumerate(groups)]
-        groups = split_params_into_different_moe_groups_for_optimizer(named)
+        # AutoEP's stacks are made, and found, later
+        split = split_params_into_different_moe_groups_for_optimizer
+        groups = named if task.model == "stacked" else split(named)
     return groups
 
 
@@ -221,8 +229,11 @@ def config(task: Task, replicas: int) -> dict[str, Any]:
         out["bf16"] = {"enabled": True}
     if task.data_first:
         out["use_data_before_expert_parallelism"] = True
+    if task.model == "stacked":
+        out["expert_parallel"] = make.auto_of(task.ep)
     if task.tp > 1:
-        specs = {"use_default_specs": False, "layer_specs": _specs()}
+        own = make.cuts_of(cut=task.cut) if task.model == "experts" else _specs()
+        specs = {"use_default_specs": False, "layer_specs": own}
         out["tensor_parallel"] = {"autotp_size": task.tp, "partition_config": specs}
     if task.bf16_optimizer:
         out["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -236,7 +247,7 @@ def tokens_of(step: int) -> torch.Tensor:
 
 
 def loss_of(task: Task, net: Any, tokens: torch.Tensor) -> torch.Tensor:
-    own = task.model == "experts"
+    own = task.model in ("experts", "stacked")
     loss: torch.Tensor = (
         net(input_ids=tokens, labels=tokens).loss if own else make.loss_of(net(tokens), tokens)
     )
@@ -249,6 +260,7 @@ class Engine:
     def __init__(self, task: Task, net: torch.nn.Module | None = None) -> None:
         vars(ds_groups).update({name: copy.copy(value) for name, value in _KEPT.items()})
         ds_groups.mpu = ds_groups.mesh_device = None
+        ds_groups.expert_tensor_parallel_world_size = 1
         self.task, self.net = task, net or model_of(task)
         self.engine, *_ = deepspeed.initialize(
             model=self.net,
@@ -468,15 +480,30 @@ def unclear(_: Task, out: Path) -> dict[str, Any]:
     return {**found, "committed": (out / "no").exists()}
 
 
+def halves(_: Task, out: Path) -> dict[str, Any]:
+    """Experts that AutoTP cuts although each tensor-parallel rank has other ones are refused."""
+    real = make.cuts_of
+    make.cuts_of = lambda **_: real(cut=True)
+    trainer = Engine(Task("", model="experts", tp=2, ep=2, cut=False))
+    make.cuts_of = real
+    told = said(lambda: ucd.save(trainer.engine, str(out / "no")))
+    trainer.save_own(out)
+    opened = said(lambda: ucformat.open(str(out / "own")))
+    trainer.close()
+    return {"told": told, "opened": opened, "committed": (out / "no").exists()}
+
+
 EDGES: dict[str, Callable[[Task, Path], Any]] = {
     "extras": extras,
     "untied": untied,
     "refused": refused,
     "unclear": unclear,
+    "halves": halves,
 }
 
 
 def main() -> None:
+    make.gather_flat()
     tasks, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
         False  # gloo does as well, and is not compiled first

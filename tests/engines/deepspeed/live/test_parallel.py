@@ -30,6 +30,8 @@ TIED = {"tied": True, "dtype": "bf16", "groups": 2, "buffers": True}
 PLAIN = {"tied": True, "accumulate": 2}
 EXPERTS = {"model": "experts"}
 TENSOR = {"model": "tensor"}
+ROUTED = {"model": "routed"}
+STACKED = {"model": "stacked", "layers": 2}
 FIRST = {"data_first": True, "layers": 2}
 FROZEN = {"dtype": "bf16", "freeze": "1.down", "groups": 2}
 #: Name -> ranks and the engine: its options as `parallel.py` wants them. The family comes first.
@@ -48,6 +50,11 @@ SOURCES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor-z0": (2, {**TENSOR, "tp": 2, "zero": 0, "even": False}),
     "tensor-z3": (4, {**TENSOR, "tp": 2, "zero": 3, "dtype": "bf16"}),
     "tensor-none": (2, {**TENSOR, "zero": 3, "even": False}),
+    "both-pipe": (4, {**ROUTED, "pp": 2, "ep": 2, "zero": 1, "dtype": "bf16", "groups": 2}),
+    "both-cut": (4, {**EXPERTS, "tp": 2, "ep": 2, "zero": 1, "dtype": "bf16"}),
+    "both-across": (4, {**EXPERTS, "tp": 2, "ep": 2, "cut": False, "zero": 2}),
+    "stacked-z1": (4, {**STACKED, "ep": 2, "zero": 1, "dtype": "bf16"}),
+    "stacked-z3": (4, {**STACKED, "ep": 2, "zero": 3, "data_first": True}),
 }
 
 
@@ -120,16 +127,34 @@ LOADS = [
     Load("tensor-z3", 2, {"tp": 2, "zero": 2}, "packed"),
     Load("tensor-none", 4, {"tp": 2, "zero": 1}),
     Load("tensor-none", 3, {"tp": 3, "zero": 0}, "own"),
+    Load("both-pipe", 4, {"pp": 2, "ep": 2, "zero": 1}, same=True),
+    # in bf16, whose own files are refused
+    Load("both-pipe", 4, {"pp": 2, "ep": 1, "zero": 0}, "own", readable=False),
+    Load("both-cut", 4, {"tp": 2, "ep": 2, "zero": 1}, "packed", same=True),
+    Load("both-cut", 4, {"tp": 2, "ep": 4, "cut": False, "zero": 0}, "own"),
+    Load("both-cut", 2, {"tp": 1, "ep": 1, "zero": 2}),
+    Load("both-across", 4, {"tp": 2, "ep": 2, "zero": 2}, "own", same=True),
+    Load("both-across", 2, {"tp": 2, "ep": 1, "cut": True, "zero": 1}, "packed"),
+    Load("stacked-z1", 4, {"ep": 2, "zero": 1}, same=True),
+    Load("stacked-z1", 4, {"ep": 4, "zero": 3}, "packed"),
+    Load("stacked-z1", 2, {"ep": 2, "zero": 0}, "own"),
+    Load("stacked-z3", 4, {"ep": 2, "zero": 3}, "own", same=True),
+    Load("stacked-z3", 2, {"ep": 1, "zero": 2, "data_first": False}),
 ]
 # AutoTP cuts each half of it
 FUSED = {"block.gate_up.weight", "block.gate_up.bias"}
 ROWS = {"block.up.weight", "block.up.bias", "block.down.weight", "block.out.weight"}
+PARTS = ("up.weight", "up.bias", "down.weight")
+BLOCK = {f"block.{rest}" for rest in PARTS}
+EXPERT = "moe.0.deepspeed_moe.experts.deepspeed_experts."
 #: What no description covers: also the parts of flat buffers in which ranks hold unequal numbers of elements.
 LISTED = {
     "tensor-z1": FUSED,
     "tensor-z3": FUSED,
     "tensor-z0": FUSED,
     "tensor-odd": {*FUSED, *ROWS, "lm_head.weight"},
+    "both-cut": {*BLOCK, *(f"{EXPERT}{n}.{rest}" for n in range(4) for rest in PARTS)},
+    "both-across": BLOCK,
 }
 #: The last of three stages has no vectors, so no group for them.
 OTHER_GROUPS = Load("pipe-z1", 3, {"pp": 3})
@@ -139,6 +164,7 @@ EDGES: list[tuple[int, dict[str, Any]]] = [
     (2, {"name": "pipe-untied", "edge": "untied"}),
     (3, {**OTHER_GROUPS.task, "edge": "refused"}),
     (2, {"name": "tensor-unclear", "edge": "unclear"}),
+    (2, {"name": "both-halves", "edge": "halves"}),
 ]
 
 
@@ -278,7 +304,18 @@ def test_cuts_that_are_not_described_are_refused(made: Callable[[str], Path]) ->
         assert not found["committed"]
 
 
-@pytest.mark.parametrize("name", ["experts-z1", "experts-z2", "experts-z0"])
+def test_halves_of_experts_are_refused(made: Callable[[str], Path]) -> None:
+    for found in facts(made("both") / "both-halves")["ranks"]:
+        assert found["told"].startswith("UnsupportedError")
+        assert "an expert's, of which no other rank has the rest" in found["told"]
+        assert found["opened"].startswith("UnsupportedError")
+        assert "no other rank has the rest" in found["opened"]
+        assert not found["committed"]
+
+
+@pytest.mark.parametrize(
+    "name", ["experts-z1", "experts-z2", "experts-z0", "both-pipe", "both-cut", "both-across"]
+)
 def test_no_two_experts_are_one(made: Callable[[str], Path], name: str) -> None:
     """Ranks that number their experts from zero must not save, or load, those of the first rank (DeepSpeed 6589)."""
     ck = ucformat.open(str(made(name) / name / "zarr"))
@@ -289,3 +326,12 @@ def test_no_two_experts_are_one(made: Callable[[str], Path], name: str) -> None:
             layers.setdefault(prefix, set()).add(ck[tensor].read().tobytes())
     assert layers
     assert all(len(experts) == 4 for experts in layers.values())
+
+
+@pytest.mark.parametrize("name", ["stacked-z1", "stacked-z3"])
+def test_no_two_experts_of_a_stack_are_one(made: Callable[[str], Path], name: str) -> None:
+    ck = ucformat.open(str(made(name) / name / "zarr"))
+    stacks = [key for key in ck.tensors if ".experts." in key.name and key.state != "step"]
+    assert stacks
+    for key in stacks:
+        assert len({expert.tobytes() for expert in ck[key.name, key.state].read()}) == 4
