@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.schema import ITEMSIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ucformat.errors import UcformatError
     from ucformat.storage.base import ByteRange, Store
@@ -70,6 +70,13 @@ class StoredTensor:
             reason: why not, to follow its name: `is a sparse tensor`.
         """
         return self if not self.readable else replace(self, dtype=f"{self.dtype} {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class AttributedTensor(StoredTensor):
+    """A tensor to which a program has given attributes; these are its texts."""
+
+    attributes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 def unknown_dtype(dtype: str) -> str:

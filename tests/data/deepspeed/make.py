@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.ds_to_universal import main as to_universal
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_optimizer_swapper
 from deepspeed.utils import groups as parallel
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
@@ -91,6 +93,14 @@ SPECS: dict[str, dict[str, Any]] = {
     "autoep2-dp4-z1": {"world": 4, "ep": 2, "auto": True, "zero": 1, "dtype": "bf16", "groups": 2},
     "autoep2-z0-bf16": {"world": 2, "ep": 2, "auto": True, "zero": 0, "dtype": "bf16"},
     "autoep2-dp4-z3": {"world": 4, "ep": 2, "auto": True, "zero": 3, "data_first": True},
+    "z3-nvme": {
+        "world": 2,
+        "zero": 3,
+        "dtype": "bf16",
+        "groups": 2,
+        "freeze": "blocks.0.down",
+        "nvme": True,
+    },
     "universal-z1": {
         "world": 2,
         "zero": 1,
@@ -126,6 +136,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "universal-pp2": {"world": 2, "pp": 2, "zero": 1, "dtype": "bf16", "universal": True},
 }
 HIDDEN, INNER, SEQ = 12, 15, 6
+NVME = Path(tempfile.gettempdir()) / "ucformat-nvme"
 
 
 class Embed(torch.nn.Module):
@@ -241,6 +252,22 @@ class Head(torch.nn.Module):
         return x @ self.weight.t()
 
 
+class Plain(torch.nn.Module):
+    """A model of layers of our own, without Transformers."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.embed = Embed(vocab)
+        self.blocks = torch.nn.ModuleList(Block(buffers=True) for _ in range(2))
+        self.head = Head(vocab)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return Namespace(loss=loss_of(self.head(x), labels))
+
+
 def as_head(embed: Embed, x: torch.Tensor) -> torch.Tensor:
     return x @ embed.weight.t()
 
@@ -275,6 +302,8 @@ def model_of(spec: dict[str, Any]) -> torch.nn.Module:
     if "ep" in spec:
         cut = spec.get("tp", 1) > 1 and not spec.get("across")
         return Experts(vocab, spec["ep"], spec.get("layers", 1), cut=cut)
+    if spec.get("nvme"):
+        return Plain(vocab)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = spec.get("heads", 4)
@@ -299,6 +328,10 @@ def config_of(spec: dict[str, Any]) -> dict[str, Any]:
         out["bf16"] = {"enabled": True}
     if spec.get("bf16_optimizer"):
         out["data_types"] = {"grad_accum_dtype": "fp32"}
+    if spec.get("nvme"):
+        away = {"device": "nvme", "nvme_path": str(NVME), "buffer_count": 6}
+        out["zero_optimization"] |= {"offload_optimizer": away, "sub_group_size": 200}
+        out["aio"] = {"block_size": 64}
     if "auto" in spec:
         out["expert_parallel"] = auto_of(spec["ep"])
     if spec.get("data_first"):
@@ -456,6 +489,45 @@ def engine_of(spec: dict[str, Any], model: torch.nn.Module) -> tuple[Any, Any]:
     return engine, opt
 
 
+class PlainIO:
+    """DeepSpeed's asynchronous I/O by ordinary reads and writes; its own is an extension that needs libaio."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.done, self.pinned = 0, list[torch.Tensor]()
+
+    def new_cpu_locked_tensor(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        self.pinned.append(torch.zeros(count, dtype=like.dtype))
+        return self.pinned[-1]
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage().data_ptr()
+        return any(storage == each.untyped_storage().data_ptr() for each in self.pinned)
+
+    def async_pwrite(self, tensor: torch.Tensor, path: str, offset: int) -> int:
+        assert not offset
+        Path(path).write_bytes(tensor.numpy().tobytes())
+        self.done += 1
+        return 0
+
+    def async_pread(self, tensor: torch.Tensor, path: str, offset: int) -> int:
+        assert not offset
+        data = bytearray(Path(path).read_bytes()[: tensor.nbytes])
+        tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype))
+        self.done += 1
+        return 0
+
+    def wait(self) -> int:
+        done, self.done = self.done, 0
+        return done
+
+
+def swap_small() -> None:
+    """Let the optimizer be swapped out by `PlainIO`, also tensors of less than a mebibyte, which DeepSpeed keeps."""
+    op = Namespace(load=lambda: Namespace(aio_handle=PlainIO))
+    partitioned_optimizer_swapper.AsyncIOBuilder = lambda: op
+    optimizer_utils.MIN_AIO_BYTES = optimizer_utils.AIO_ALIGNED_BYTES = 64
+
+
 def gather_flat() -> None:
     """Let MoE layers gather over tensor-parallel ranks by gloo, for which both tensors must be flat or neither."""
     gather = deepspeed.comm.all_gather_into_tensor
@@ -468,6 +540,7 @@ def gather_flat() -> None:
 
 def main() -> None:
     gather_flat()
+    swap_small()
     name = sys.argv[1]
     spec = SPECS[name]
     folder = Path(__file__).parent / name

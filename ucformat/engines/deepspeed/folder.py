@@ -11,6 +11,7 @@ degree, plus the tensor-parallel rank):
   `[bf16_]zero_pp_rank_R_mp_rank_M_optim_states.pt`
 - pipelines: also the modules' weights, `layer_L[-model_T]-model_states.pt` for each layer L that
   has any and each tensor-parallel rank T
+- ZeRO 3 with the optimizer on NVMe: also `offloaded_tensors/rankRR/*.tensor.swp`
 - experts: also their weights, `layer_L_expert_E_mp_rank_M_model_states.pt`, L counting layers of
   experts of the pipeline stage only; under ZeRO 0 the optimizer of each expert-parallel rank P,
   `expp_rank_P_mp_rank_M_optim_states.pt`. The weights of a pipeline's other parameters are then in
@@ -22,7 +23,7 @@ degree, plus the tensor-parallel rank):
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice, product
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,7 @@ _RANK = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_stat
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPP = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_SWAPPED = re.compile(r"offloaded_tensors/rank\d+/[^/]+\.tensor\.swp")
 _ANY = re.compile(
     r"([^/]*/)?((bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)|mp_rank_\d+_model)_states\.pt"
 )
@@ -103,14 +105,8 @@ _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"
 _MAX_LISTED = 10  # tags or files named in an error
 
 _READ = "data, tensor and pipeline parallelism with ZeRO 0 to 3 are read"
-_NVME = (
-    "for the weights load it in DeepSpeed on as many ranks and call engine.save_16bit_model; for "
-    "all of the state "
-    "keep the optimizer in memory when saving (offload_optimizer.device: cpu)"
-)
 _NOT_YET = (
     (re.compile(r"expert_\d+_mp_rank_\d+_.*"), "experts as DeepSpeed before 0.5 saved them", _READ),
-    (re.compile(r"offloaded_tensors/.*"), "an optimizer offloaded to NVMe, whose states are swap files", _NVME),
 )  # fmt: skip
 
 
@@ -128,6 +124,7 @@ class TagFiles:
     experts: Mapping[int, Mapping[tuple[int, int], str]]
     expert_optims: Mapping[int, Mapping[int, str]]  # by model- and expert-parallel rank
     latest: str | None
+    swapped: Mapping[str, int] = field(default_factory=dict)  # bytes of the swap files of NVMe
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -193,7 +190,8 @@ def list_files(
 ) -> TagFiles:
     """List the files of a tag folder, and check that none is missing."""
     prefix = f"{tag}/" if tag else ""
-    names = [info.key.removeprefix(prefix) for info in store.list(tag)]
+    sizes = {info.key.removeprefix(prefix): info.size for info in store.list(tag)}
+    names = list(sizes)
     for pattern, feature, hint in _NOT_YET:
         for name in names:
             if pattern.fullmatch(name):
@@ -222,7 +220,11 @@ def list_files(
     experts, expert_optims = _experts(prefix, names, optimizer=optimizer)
     pointers = ("latest", "latest_universal") if tag else ()
     latest = next((key for key in pointers if _tag_in(store, key) == tag), None)
-    return TagFiles(tag, bool(cut), models, optims, layers, experts, expert_optims, latest)
+    swapped = {
+        prefix + name: sizes[name] for name in names if _SWAPPED.fullmatch(name) and optimizer
+    }
+    by_role = (models, optims, layers, experts, expert_optims)
+    return TagFiles(tag, bool(cut), *by_role, latest, swapped)
 
 
 def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True) -> None:

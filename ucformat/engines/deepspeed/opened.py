@@ -26,6 +26,7 @@ from ucformat.geometry.tp_sharding import Shapes, TPSharding, replicate
 from ucformat.geometry.view import View
 from ucformat.reading.readable import CheckpointMetadata
 from ucformat.sources.index import Group, IndexedSource, TensorIndex
+from ucformat.sources.pickle.allowed import TEXTS
 from ucformat.sources.pickle.file import TorchFile, TorchZip
 from ucformat.sources.tp_merge import Replica, Verdict, compare, must_agree
 from ucformat.storage.concurrency import map_io
@@ -57,7 +58,7 @@ class OpenDeepSpeed(IndexedSource):
         # opened, the garbage collector would take much of the time.
         def load(key: str, opened: dict[str, TorchFile] = self._opened) -> TorchFile:
             if key not in opened:
-                opened[key] = TorchFile(store, key, allow=options.allow)
+                opened[key] = TorchFile(store, key, allow=(*options.allow, TEXTS))
             return opened[key]
 
         degrees, stages = _read(load, files, options)
@@ -86,7 +87,7 @@ class OpenDeepSpeed(IndexedSource):
             step=step if isinstance(step := first.model.value.get("global_steps"), int) else None,
             layout=_layout(degrees, stages, files),
             engine={"name": "deepspeed", "version": str(first.model.value.get("ds_version", ""))},
-            files=files.all,
+            files=(*files.all, *(key for each in chain(*stages) for key in each.swap_files)),
             means=merged.means,
             factors=merged.factors,
             folder=files.tag,
@@ -114,6 +115,11 @@ def _read(
     other_keys = [row[not m :] for m, row in enumerate(files.models)]
     rows = [[ModelStates(file) for file in row] for row in load_all(load, other_keys)]
     rows[0].insert(0, first)
+    if files.swapped and degrees.pp * degrees.tp > 1:
+        raise UnsupportedError(
+            f"{min(files.swapped)}: not yet read: an optimizer on NVMe under tensor parallelism",
+            hint="keep the optimizer in memory when saving (offload_optimizer.device: cpu)",
+        )
     grid = [[rows[p * degrees.tp + t] for t in range(degrees.tp)] for p in range(degrees.pp)]
     names, ties = _read_parameters(load, files, options, grid)
     experts = _read_experts(load, files, degrees, grid)
@@ -123,7 +129,8 @@ def _read(
     def read(coordinate: tuple[int, int]) -> Slice:
         p, t = coordinate
         mine = experts[p]
-        return SliceReader(load, files.zero3, mine and mine[t], options.optimizer).read(
+        reader = SliceReader(load, files.zero3, mine and mine[t], options.optimizer, files.swapped)
+        return reader.read(
             grid[p][t],
             optims[p * degrees.tp + t],
             degrees.label(p, t),

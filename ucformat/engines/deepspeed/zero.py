@@ -11,6 +11,7 @@ from itertools import chain, product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ucformat.engines.deepspeed.experts import Experts, is_expert
+from ucformat.engines.deepspeed.folder import copy_hint
 from ucformat.engines.deepspeed.model_states import (
     Partition,
     check_same_states,
@@ -25,8 +26,9 @@ from ucformat.engines.deepspeed.model_states import (
     zero_options,
 )
 from ucformat.engines.deepspeed.slices import is_partitioned
+from ucformat.engines.deepspeed.swap import SwapFolder, SwappedTensor, rank_file
 from ucformat.engines.deepspeed.zero0 import read_zero0
-from ucformat.errors import IntegrityError, UnsupportedError
+from ucformat.errors import IntegrityError, MissingData, UnsupportedError, first_names
 from ucformat.geometry.box import Box
 from ucformat.geometry.flat_buffer import (
     FlatBuffer,
@@ -68,8 +70,9 @@ class FlatGroups(ABC):
         load: Callable[[str], TorchFile],
         contents: TensorIndex,
         experts: Experts | None = None,
+        swapped: Mapping[str, int] | None = None,
     ) -> None:
-        self.model, self.world = model, len(keys)
+        self.model, self.world, self._swapped = model, len(keys), swapped or {}
         self.experts = experts or Experts(len(keys))
         self.shapes = model.param_shapes or []  # of the parameters, by flat group
         self.degrees = [1] * len(self.shapes)  # expert-parallel ranks of each group
@@ -81,6 +84,18 @@ class FlatGroups(ABC):
         self._scalars = read_scalars(self.first)
         self._describe(contents)
 
+    def swap_files(self) -> tuple[str, ...]:
+        """The swap files of all ranks: those that the first rank's tensors are in, and the same of the others."""
+        tensors = (t for group in self.first.values() for t in group.values())
+        mine = [t.storage for t in tensors if isinstance(t, SwappedTensor)]
+        every = [rank_file(key, rank) for rank in range(self.world) for key in mine]
+        if missing := [key for key in every if key not in self._swapped]:
+            raise MissingData(
+                f"{first_names(missing, 10)} is missing: the optimizer was offloaded to NVMe",
+                hint=copy_hint(),
+            )
+        return tuple(every)
+
     @property
     def expert_groups(self) -> list[tuple[int, bool]]:
         """The expert-parallel ranks of each group, and whether it has experts."""
@@ -88,7 +103,7 @@ class FlatGroups(ABC):
         return [(n, any(map(self.experts.is_expert, group))) for n, group in groups]
 
     @abstractmethod
-    def _parse(self, file: TorchFile) -> Partition:
+    def _parse(self, file: TorchFile, rank: int) -> Partition:
         """Parse a rank's file; the first one, rank 0's, may define the layout."""
 
     @abstractmethod
@@ -108,7 +123,7 @@ class FlatGroups(ABC):
             return self._open
 
     def _read(self, rank: int) -> Partition:
-        partition = self._parse(self._load_file(self._keys[rank]))
+        partition = self._parse(self._load_file(self._keys[rank]), rank)
         self._check(rank, partition)
         if rank:
             check_same_states(partition, self.first, self._scalars)
@@ -204,7 +219,10 @@ class FlatGroups(ABC):
             start, stop, offset = buffer.part_on(name, position)
             part = opened[holders[position]]
             memory = part.masters[index] if state == "master" else part.states[index][state]
-            yield from part.file.flat(memory, offset, shape, base + start, base + stop)
+            if isinstance(memory, SwappedTensor):
+                yield from memory.extents(offset, shape, base + start, base + stop)
+            else:
+                yield from part.file.flat(memory, offset, shape, base + start, base + stop)
 
 
 # ZeRO 1 and 2: each optimizer group is one flat buffer, cut into equal partitions over the ranks.
@@ -255,7 +273,7 @@ class Zero12(FlatGroups):
             )
         self.stage = recorded
 
-    def _parse(self, file: TorchFile) -> Partition:
+    def _parse(self, file: TorchFile, rank: int) -> Partition:  # noqa: ARG002 - all are alike
         state = need(file.value, "optimizer_state_dict", dict, file.key)
         raw = need(state, _ZERO12_MASTER, list, file.key)
         masters = [stored(t, _ZERO12_MASTER, file.key) for t in raw]
@@ -447,7 +465,7 @@ class Zero3(FlatGroups):
 
     tensors = frozenset((_ZERO3_MASTER, "optimizer_state_dict"))
 
-    def _parse(self, file: TorchFile) -> Partition:
+    def _parse(self, file: TorchFile, rank: int) -> Partition:
         state = need(file.value, "optimizer_state_dict", dict, file.key)
         recorded = _ranks_of_groups(state, len(self.shapes), file.key)
         if not self.flat:
@@ -482,6 +500,14 @@ class Zero3(FlatGroups):
             )
         owners = [g for g, group in enumerate(members) for _ in group]
         by_entry = [state_of(states, i, file.key) for i in indices]
+        swap = SwapFolder.of(file.key, rank, self._swapped)
+        for index, (buffer, group) in enumerate(zip(self.flat, by_entry, strict=True)):
+            label = f"the flat group {index} in {file.key}"
+            masters[index] = swap.restored(masters[index], buffer.size, "master", label)
+            by_entry[index] = {
+                name: swap.restored(value, buffer.size, name, f"{name!r} of {label}")
+                for name, value in group.items()
+            }
         return Partition(file, masters, by_entry, groups, owners)
 
     def _check(self, rank: int, partition: Partition) -> None:
@@ -578,6 +604,7 @@ class Slice:
     not_stored: list[str] = field(default_factory=list)  # parameters whose values are in no file
     stage: int = 0
     degrees: tuple[int, ...] = ()  # expert-parallel ranks of each optimizer group
+    swap_files: tuple[str, ...] = ()  # of an optimizer on NVMe
 
     @property
     def model(self) -> ModelStates:
@@ -619,12 +646,14 @@ class SliceReader:
 
     Attributes:
         optimizer: whether to read the optimizer's states.
+        swapped: the bytes of the swap files of an optimizer on NVMe, by key.
     """
 
     load: Callable[[str], TorchFile]
     zero3: bool = False
     experts: Experts | None = None
     optimizer: bool = True
+    swapped: Mapping[str, int] | None = None
 
     def read(
         self,
@@ -658,8 +687,9 @@ class SliceReader:
             stage = zero_options(model.value).get("stage")
             out.stage = stage if type(stage) is int and 0 <= stage < 3 else 0
         elif self.zero3:
-            zero3 = Zero3(model, optims, self.load, contents, self.experts)
+            zero3 = Zero3(model, optims, self.load, contents, self.experts, self.swapped)
             out.degrees = tuple(degree for degree, _ in zero3.expert_groups)
+            out.swap_files = zero3.swap_files()
         elif model.param_shapes is not None:
             zero = Zero12(model, optims, self.load, contents, self.experts)
             out.stage = 0 if is_partitioned(model) else zero.stage

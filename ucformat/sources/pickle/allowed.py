@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import IntegrityError, UnsafeError, option_text
 from ucformat.geometry.box import reach
 from ucformat.reading.stand_ins import (
+    AttributedTensor,
     Dtype,
     Inert,
     InertClass,
@@ -66,6 +67,8 @@ def _inert_packages() -> tuple[str, ...]:
 
 #: Among the packages that are allowed: what a rank has of a DTensor or a ShardedTensor is read.
 PARTS = "torch.distributed.tensor.DTensor"
+#: Likewise: attributes of tensors that are texts are kept.
+TEXTS = "torch.Tensor"
 
 _SHARDED = re.compile(r"torch\.distributed\._shard\.sharded_tensor\.(\w+\.)*ShardedTensor")
 _DTENSOR = re.compile(r"torch\.distributed\._?tensor(\.\w+)?\.DTensor")
@@ -222,6 +225,22 @@ def _from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     if not isinstance(value, StoredTensor):
         raise IntegrityError(f"a tensor of the class {kind.name} that is made of something else")
     return replace(value, dtype=f"{value.dtype.partition(' ')[0]} {_OTHER_CLASS.format(kind.name)}")
+
+
+def _from_type_with_texts(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Like `_from_type`, and the attributes of a tensor that are texts are kept."""
+    value = _from_type(function, kind, args, state)
+    if isinstance(state, tuple) and len(state) == 2:  # of the object, and of its slots
+        state = state[0]
+    texts = {
+        k: v
+        for k, v in (state if isinstance(state, dict) else {}).items()
+        if type(k) is type(v) is str
+    }
+    if not texts or not isinstance(value, StoredTensor):
+        return value
+    parts = (value.storage, value.dtype, value.shape, value.strides, value.offset, value.numel)
+    return AttributedTensor(*parts, texts)
 
 
 def _wrapped(kind: Any, dtype: Any, shape: Any, *_: Any) -> StoredTensor:
@@ -525,6 +544,8 @@ def resolve(module: str, name: str, allow: tuple[str, ...] = (), *, exact: bool 
     stand_ins = _EXACT_GLOBALS if exact else _GLOBALS
     if PARTS in allow and full_name == "torch._tensor._rebuild_from_type_v2":
         return Maker(full_name, _from_type_or_part)
+    if TEXTS in allow and full_name == "torch._tensor._rebuild_from_type_v2":
+        return Maker(full_name, _from_type_with_texts)
     if full_name in stand_ins:
         return Maker(
             full_name, stand_ins[full_name], hashes=full_name.rpartition(".")[2] in _HASHING
