@@ -98,11 +98,26 @@ def expected(name: str) -> Sample:
     return Sample(made.folder, "ckpt", "deepspeed", truth, {}, groups, 3, steps)
 
 
-@pytest.mark.front("ep*", "autoep2*", "pp2-ep2-dp2-z1", "tp2-ep2-z0", "tp2-ep2-across-z1")
+@pytest.mark.front("ep*", "autoep2-dp4-z[13]", "pp2-ep2-dp2-z1", "tp2-ep2-across-z1")
 class TestKept(SourceSuite):
     @pytest.fixture(params=NAMES)
     def sample(self, request: pytest.FixtureRequest) -> Sample:
         return expected(request.param)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pp2-ep2-z0", "tp2-ep2-dp2-z1", "tp2-ep2-z0", "tp2-ep4-across-z0", "autoep2-z0-bf16"],
+)
+def test_the_others_are_the_engines_bit_for_bit(name: str) -> None:
+    """Of which the rest is of the second tier."""
+    source = opened(name)
+    found = {
+        (info.state, info.name): read_tensor(source, info)
+        for info in source.metadata.tensor_list.tensors
+        if info.state != "step"
+    }
+    assert found == {key: data for key, (_, _, data) in expected(name).truth.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,7 +19,7 @@ from tests.engines.deepspeed.live.compare import (
 from tests.engines.deepspeed.live.conftest import run_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from tests.engines.deepspeed.live.compare import Held
@@ -52,10 +52,14 @@ SOURCES: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor-none": (2, {**TENSOR, "zero": 3, "even": False}),
     "both-pipe": (4, {**ROUTED, "pp": 2, "ep": 2, "zero": 1, "dtype": "bf16", "groups": 2}),
     "both-cut": (4, {**EXPERTS, "tp": 2, "ep": 2, "zero": 1, "dtype": "bf16"}),
-    "both-across": (4, {**EXPERTS, "tp": 2, "ep": 2, "cut": False, "zero": 2}),
-    "stacked-z1": (4, {**STACKED, "ep": 2, "zero": 1, "dtype": "bf16"}),
     "stacked-z3": (4, {**STACKED, "ep": 2, "zero": 3, "data_first": True}),
+    "mixed-pipe": (4, {**ROUTED, "pp": 2, "ep": 2, "zero": 1, "dtype": "bf16"}),
+    "mixed-cut": (4, {**EXPERTS, "tp": 2, "ep": 2, "zero": 1, "dtype": "bf16"}),
+    "mixed-across": (4, {**EXPERTS, "tp": 2, "ep": 2, "cut": False, "zero": 2}),
+    "stacks-z1": (4, {**STACKED, "ep": 2, "zero": 1, "dtype": "bf16"}),
 }
+#: Families of the second tier.
+SECOND = ("mixed-", "stacks-")
 
 
 @dataclass(frozen=True)
@@ -128,18 +132,18 @@ LOADS = [
     Load("tensor-none", 4, {"tp": 2, "zero": 1}),
     Load("tensor-none", 3, {"tp": 3, "zero": 0}, "own"),
     Load("both-pipe", 4, {"pp": 2, "ep": 2, "zero": 1}, same=True),
-    # in bf16, whose own files are refused
-    Load("both-pipe", 4, {"pp": 2, "ep": 1, "zero": 0}, "own", readable=False),
-    Load("both-cut", 4, {"tp": 2, "ep": 2, "zero": 1}, "packed", same=True),
     Load("both-cut", 4, {"tp": 2, "ep": 4, "cut": False, "zero": 0}, "own"),
-    Load("both-cut", 2, {"tp": 1, "ep": 1, "zero": 2}),
-    Load("both-across", 4, {"tp": 2, "ep": 2, "zero": 2}, "own", same=True),
-    Load("both-across", 2, {"tp": 2, "ep": 1, "cut": True, "zero": 1}, "packed"),
-    Load("stacked-z1", 4, {"ep": 2, "zero": 1}, same=True),
-    Load("stacked-z1", 4, {"ep": 4, "zero": 3}, "packed"),
-    Load("stacked-z1", 2, {"ep": 2, "zero": 0}, "own"),
+    Load("both-cut", 2, {"tp": 1, "ep": 1, "zero": 2}, "packed"),
     Load("stacked-z3", 4, {"ep": 2, "zero": 3}, "own", same=True),
     Load("stacked-z3", 2, {"ep": 1, "zero": 2, "data_first": False}),
+    # in bf16, whose own files are refused
+    Load("mixed-pipe", 4, {"pp": 2, "ep": 1, "zero": 0}, "own", readable=False),
+    Load("mixed-cut", 4, {"tp": 2, "ep": 2, "zero": 1}, "packed", same=True),
+    Load("mixed-across", 4, {"tp": 2, "ep": 2, "zero": 2}, "own", same=True),
+    Load("mixed-across", 2, {"tp": 2, "ep": 1, "cut": True, "zero": 1}, "packed"),
+    Load("stacks-z1", 4, {"ep": 2, "zero": 1}, same=True),
+    Load("stacks-z1", 4, {"ep": 4, "zero": 3}, "packed"),
+    Load("stacks-z1", 2, {"ep": 2, "zero": 0}, "own"),
 ]
 # AutoTP cuts each half of it
 FUSED = {"block.gate_up.weight", "block.gate_up.bias"}
@@ -154,8 +158,9 @@ LISTED = {
     "tensor-z0": FUSED,
     "tensor-odd": {*FUSED, *ROWS, "lm_head.weight"},
     "both-cut": {*BLOCK, *(f"{EXPERT}{n}.{rest}" for n in range(4) for rest in PARTS)},
-    "both-across": BLOCK,
+    "mixed-across": BLOCK,
 }
+LISTED["mixed-cut"] = LISTED["both-cut"]
 #: The last of three stages has no vectors, so no group for them.
 OTHER_GROUPS = Load("pipe-z1", 3, {"pp": 3})
 #: World sizes, and tasks that are functions of `parallel.py`.
@@ -166,6 +171,12 @@ EDGES: list[tuple[int, dict[str, Any]]] = [
     (2, {"name": "tensor-unclear", "edge": "unclear"}),
     (2, {"name": "both-halves", "edge": "halves"}),
 ]
+
+
+def tiers(cases: Iterable[Any]) -> list[Any]:
+    """Cases as parameters, those of the second tier marked."""
+    marks = {True: (pytest.mark.matrix,), False: ()}
+    return [pytest.param(c, id=str(c), marks=marks[str(c).startswith(SECOND)]) for c in cases]
 
 
 def starts_of(family: str) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -211,7 +222,7 @@ def _has_key(found: Held) -> bool:
     return any(name.startswith(("tied_modules.", "4.")) for name, _ in found)
 
 
-@pytest.mark.parametrize("name", list(SOURCES))
+@pytest.mark.parametrize("name", tiers(SOURCES))
 def test_what_is_saved_is_what_the_engine_holds(made: Callable[[str], Path], name: str) -> None:
     folder = made(name) / name
     expected = own_of(made(name), name)
@@ -231,7 +242,7 @@ def test_what_is_saved_is_what_the_engine_holds(made: Callable[[str], Path], nam
         assert groups_by_name(ours) == groups_by_name(own)
 
 
-@pytest.mark.parametrize("load", LOADS, ids=str)
+@pytest.mark.parametrize("load", tiers(LOADS))
 def test_what_is_loaded_is_what_was_saved(made: Callable[[str], Path], load: Load) -> None:
     folder = made(load.source)
     saved = held(folder / load.source / "zarr")
@@ -245,7 +256,7 @@ def test_what_is_loaded_is_what_was_saved(made: Callable[[str], Path], load: Loa
     assert after["report"] == [True, True, "resume" if load.same else "reshard"]
 
 
-@pytest.mark.parametrize("load", LOADS, ids=str)
+@pytest.mark.parametrize("load", tiers(LOADS))
 def test_training_goes_on_as_if_it_had_not_stopped(made: Callable[[str], Path], load: Load) -> None:
     expected = facts(made(load.source) / load.source)["losses"]
     found = facts(made(load.source) / str(load))["losses"]
@@ -314,7 +325,8 @@ def test_halves_of_experts_are_refused(made: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["experts-z1", "experts-z2", "experts-z0", "both-pipe", "both-cut", "both-across"]
+    "name",
+    tiers(["experts-z1", "experts-z2", "experts-z0", "both-pipe", "both-cut", "mixed-across"]),
 )
 def test_no_two_experts_are_one(made: Callable[[str], Path], name: str) -> None:
     """Ranks that number their experts from zero must not save, or load, those of the first rank (DeepSpeed 6589)."""
@@ -328,7 +340,7 @@ def test_no_two_experts_are_one(made: Callable[[str], Path], name: str) -> None:
     assert all(len(experts) == 4 for experts in layers.values())
 
 
-@pytest.mark.parametrize("name", ["stacked-z1", "stacked-z3"])
+@pytest.mark.parametrize("name", tiers(["stacked-z3", "stacks-z1"]))
 def test_no_two_experts_of_a_stack_are_one(made: Callable[[str], Path], name: str) -> None:
     ck = ucformat.open(str(made(name) / name / "zarr"))
     stacks = [key for key in ck.tensors if ".experts." in key.name and key.state != "step"]
