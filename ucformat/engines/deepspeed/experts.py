@@ -334,7 +334,7 @@ def _adopt_stacks(
         )
     of_layer = [files[layer, expert] for expert in range(number)]
     for name in stacked.names:
-        parts = []
+        parts: list[tuple[StoredTensor, TorchFile]] = []
         for expert, file in enumerate(of_layer):
             tensors = file.value if isinstance(file.value, dict) else {}
             tensor = stored(tensors.get(f"{name}.{expert}"), f"{name}.{expert}", file.key)

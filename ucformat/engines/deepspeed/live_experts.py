@@ -45,7 +45,7 @@ class _Layer:
     @property
     def is_first(self) -> bool:
         """Whether the rank is the first of those that have the same experts."""
-        return self.replicas[0] == dist.get_rank()
+        return bool(self.replicas[0] == dist.get_rank())
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +125,13 @@ def local_experts(engine: Any) -> LocalExperts:
     return experts
 
 
-def _stacked_class() -> type | None:
+def _stacked_class() -> Any:
     """The class of AutoEP's layers; None where DeepSpeed is older than it."""
     try:
         from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
     except ImportError:
         return None
-    layer: type = AutoEPMoELayer
-    return layer
+    return AutoEPMoELayer
 
 
 def _layer(engine: Any, group: str) -> _Layer:

@@ -129,7 +129,9 @@ def _read(
     def read(coordinate: tuple[int, int]) -> Slice:
         p, t = coordinate
         mine = experts[p]
-        reader = SliceReader(load, files.zero3, mine and mine[t], options.optimizer, files.swapped)
+        reader = SliceReader(
+            load, files.zero3, mine[t] if mine else None, options.optimizer, files.swapped
+        )
         return reader.read(
             grid[p][t],
             optims[p * degrees.tp + t],
