@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ucformat.engines.deepspeed.autoep import TENSORS, check_order
 from ucformat.engines.deepspeed.experts import Experts, expert_of
-from ucformat.engines.deepspeed.live_tensor_parallel import CutParameter
+from ucformat.engines.deepspeed.live_parts import CutParameter
 from ucformat.errors import UnsupportedError
 from ucformat.geometry.box import Box
 from ucformat.geometry.distribution import RankMesh
