@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ucformat.engines.megatron.live_fsdp import ShardedChunk, is_sharded_chunk
 from ucformat.engines.megatron.names import LOCAL, Bucket, StateKey, name_of, split_state_key
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.box import Box
@@ -54,6 +55,7 @@ class StateEntries:
         items: the sharded tensors and factories themselves, by path.
         built: what factories have built, by path.
         local: whether norms have names of their own, as in the local specification of layers.
+        chunks: model chunks under Megatron-FSDP, in whose regions there is no memory.
     """
 
     tensors: dict[Path, list[Region]] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class StateEntries:
     items: dict[Path, Any] = field(default_factory=dict)
     built: dict[Path, Any] = field(default_factory=dict)
     local: bool = False
+    chunks: list[ShardedChunk] = field(default_factory=list)
 
     @cached_property
     def weights(self) -> WeightRegions:
@@ -91,7 +94,10 @@ class WeightRegions:
 
 def _address(tensor: torch.Tensor) -> tuple[int, int]:
     """The storage of a tensor, and the byte of it at which the tensor begins."""
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()
+    # that of a tensor without memory has no address
+    identity = storage._cdata if tensor.is_meta else storage.data_ptr()  # noqa: SLF001
+    return identity, tensor.storage_offset() * tensor.element_size()
 
 
 def read_entries(sharded_state_dict: Mapping[Any, Any], *, local: bool = False) -> StateEntries:
@@ -113,7 +119,13 @@ def read_entries(sharded_state_dict: Mapping[Any, Any], *, local: bool = False) 
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
     entries = StateEntries()
-    leaves = list(_leaves((), sharded_state_dict))
+    leaves: list[tuple[Path, Any]] = []
+    for path, value in _leaves((), sharded_state_dict):
+        if is_sharded_chunk(value):
+            entries.chunks.append(chunk := ShardedChunk(value))
+            leaves += _leaves(path, chunk.state)
+        else:
+            leaves.append((path, value))
     sharded = [(p, v) for p, v in leaves if isinstance(v, ShardedTensor | ShardedTensorFactory)]
     entries.local = local = local or any(_is_unfused(path, value.key) for path, value in sharded)
     for path, value in leaves:
@@ -192,7 +204,8 @@ def _regions(entry: Any, *, local: bool) -> Iterator[Region]:
             hint="put the optimizer itself in its place in the state",
         )
     name = name_of(parsed.key, local=local)
-    data = plain_values(entry.key, entry.data.detach())
+    data = entry.data.detach()
+    data = data if data.is_meta else plain_values(entry.key, data)
     local_shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
     start, whole = tuple(entry.global_offset), tuple(entry.global_shape)
     view, n = data[(None,) * entry.prepend_axis_num], name.leading

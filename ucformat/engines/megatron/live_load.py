@@ -114,6 +114,8 @@ def load(
             with group.sharing_errors():
                 plan.make(sharded_state_dict, ck, vocab_size)
             report = load_local(plan.targets(), ck, group, plan.options, plan.names)
+            for chunk in plan.live.entries.chunks:
+                chunk.install()
         except BaseException:
             plan.undo()
             raise

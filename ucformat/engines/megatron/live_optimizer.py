@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ucformat.engines.megatron.live_fsdp import flat_memory
 from ucformat.engines.megatron.live_shards import FlatRange, local_states
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.torch.state.objects import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ucformat.engines.megatron.live_entries import Region, WeightRegions
+    from ucformat.engines.megatron.live_fsdp import ShardedChunk, ShardedParameter
     from ucformat.engines.megatron.live_shards import LocalBoxes, Rows, StageLayout
 
 #: What tells Megatron's optimizer groups apart, on all stages alike.
@@ -39,7 +41,7 @@ class OptimizerState:
     @property
     def is_shared(self) -> bool:
         """Whether the memory is that of the parameter itself, as that of the fp32 copy in an fp32 model."""
-        if self.memory is None:
+        if self.memory is None or self.flat.parameter.is_meta:
             return False
         own, whole = self.memory.untyped_storage(), self.flat.parameter.untyped_storage()
         return bool(own.data_ptr() == whole.data_ptr())
@@ -54,15 +56,20 @@ class LivePart:
 
     Args:
         weights: the regions of the model's weights.
+        chunks: the model chunks under Megatron-FSDP.
     """
 
-    def __init__(self, optimizer: Any, weights: WeightRegions) -> None:
+    def __init__(
+        self, optimizer: Any, weights: WeightRegions, chunks: Sequence[ShardedChunk] = ()
+    ) -> None:
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
         _refuse(optimizer)
         self.optimizer, self._weights = optimizer, weights
         self.distributed = isinstance(optimizer, DistributedOptimizer)
         self.empty = bool(getattr(optimizer, "is_stub_optimizer", False))
+        self.fsdp = bool(getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False))
+        self._sharded = {id(p.main): p for chunk in chunks for p in chunk.parameters}
         pairs = [] if self.empty else list(self._pairs())
         self._mains = {id(parameter): main for parameter, main in pairs}
         self._parameters = [parameter for parameter, _ in pairs]
@@ -74,6 +81,12 @@ class LivePart:
         Megatron's own index of them is wrong for groups with parameters of several dtypes.
         """
         optimizer = self.optimizer
+        if self.fsdp:
+            for group in optimizer.optimizer.param_groups:
+                for main in group["params"]:
+                    if flat_memory(main).numel():
+                        yield self._sharded_of(main).stand_in, main
+            return
         if self.distributed:
             lists = (
                 (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
@@ -91,6 +104,19 @@ class LivePart:
             for of_group, mains_of_group in zip(models, mains, strict=True):
                 yield from zip(of_group, mains_of_group, strict=True)
 
+    def _sharded_of(self, main: torch.Tensor) -> ShardedParameter:
+        """The parameter of which Megatron-FSDP made a tensor of the optimizer."""
+        if id(main) not in self._sharded:
+            raise UsageError(
+                f"the optimizer has a parameter of shape {list(main.shape)} that is in no model "
+                "chunk of the state",
+                hint=(
+                    "pass the model chunk itself, as Megatron-FSDP wraps it, beside the optimizer: "
+                    '{"model": model[0], "optimizer": optimizer}'
+                ),
+            )
+        return self._sharded[id(main)]
+
     def regions_of(self, parameter: torch.Tensor) -> list[Region]:
         """The regions of a parameter of the model; UsageError if the model's state is not passed."""
         regions = self._weights.of(parameter)
@@ -107,11 +133,12 @@ class LivePart:
 
     def states(self) -> Iterator[OptimizerState]:
         """The states of the distributed optimizer: those of every parameter of each bucket."""
-        dtypes: dict[str, torch.dtype] = {"master": torch.float32}
+        # under Megatron-FSDP the parameters themselves are the fp32 copies
+        dtypes: dict[str, torch.dtype] = {} if self.fsdp else {"master": torch.float32}
         for main in self._mains.values():
             dtypes |= {state: t.dtype for state, t in self._flat_states(main).items()}
         for flat, main in self._ranges():
-            own = {} if main is None else {"master": main.detach(), **self._flat_states(main)}
+            own = {} if main is None else {"master": flat_memory(main), **self._flat_states(main)}
             for state, dtype in dtypes.items():
                 yield OptimizerState(flat, state, dtype, own.get(state))
 
@@ -119,8 +146,8 @@ class LivePart:
         """The states of a range that have its shape; the rest must be the step."""
         out = {}
         for state, value in (self.optimizer.optimizer.state.get(main) or {}).items():
-            if torch.is_tensor(value) and value.shape == main.shape:
-                out[state] = value.detach()
+            if torch.is_tensor(value) and value.shape in (main.shape, self._shape_here(main)):
+                out[state] = flat_memory(value)
             elif state != "step":
                 raise UnsupportedError(
                     f"the distributed optimizer has the state {state!r} of another shape than its "
@@ -129,9 +156,19 @@ class LivePart:
                 )
         return out
 
+    def _shape_here(self, main: torch.Tensor) -> torch.Size:
+        """The shape of what this rank holds of a tensor of the optimizer, which fused ones have as plain tensors."""
+        return getattr(main, "_local_tensor", main).shape
+
     def _ranges(self) -> Iterator[tuple[FlatRange, torch.Tensor | None]]:
         """Each parameter with its range on this rank, and the optimizer's tensor with it, if there is one."""
         optimizer = self.optimizer
+        if self.fsdp:
+            for group in optimizer.optimizer.param_groups:
+                for main in group["params"]:
+                    own = self._sharded_of(main)
+                    yield FlatRange.of(own, self.regions_of(own.stand_in)), main
+            return
         group = optimizer.data_parallel_group
         ranks = tuple(dist.get_process_group_ranks(group))
         for buffer, of_buffer in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
@@ -215,8 +252,11 @@ class LivePart:
         before = {id(p) for p, states in inner.state.items() if states}
         if self.optimizer.init_state_fn is not None:
             self.optimizer.init_state_fn(inner, self.optimizer.config)
-        for parameter, states in inner.state.items():
+        for parameter, states in list(inner.state.items()):
             if id(parameter) not in before:
+                if not flat_memory(parameter).numel():
+                    del inner.state[parameter]  # no step would make it, or count in it
+                    continue
                 self._made.append(parameter)
                 if isinstance(inner, torch.optim.Adam):  # which a step of PyTorch's would make
                     states.setdefault("step", torch.zeros((), dtype=torch.float32))
@@ -255,9 +295,6 @@ def _refuse(optimizer: Any) -> None:
     inner = type(getattr(optimizer, "optimizer", None)).__name__
     config = optimizer.config
     unsupported = {
-        "Megatron-FSDP": getattr(
-            getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False
-        ),
         "the precision-aware optimizer": getattr(config, "use_precision_aware_optimizer", False),
         "an optimizer offloaded to the CPU": inner == "HybridDeviceOptimizer",
         # whose states its own sharded state dict does not name
@@ -273,10 +310,12 @@ def _refuse(optimizer: Any) -> None:
             )
 
 
-def live_parts(optimizer: Any, weights: WeightRegions) -> list[LivePart]:
+def live_parts(
+    optimizer: Any, weights: WeightRegions, chunks: Sequence[ShardedChunk] = ()
+) -> list[LivePart]:
     """The parts of an optimizer: those that it chains, or itself."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     if type(optimizer) is ChainedOptimizer:
-        return [LivePart(one, weights) for one in optimizer.chained_optimizers]
-    return [LivePart(optimizer, weights)]
+        return [LivePart(one, weights, chunks) for one in optimizer.chained_optimizers]
+    return [LivePart(optimizer, weights, chunks)]

@@ -11,7 +11,12 @@ import torch
 from ucformat.engines.megatron.folder import MegatronArguments
 from ucformat.engines.megatron.live_entries import Region, place, read_entries
 from ucformat.engines.megatron.live_optimizer import live_parts
-from ucformat.engines.megatron.live_shards import StageLayout, local_weights
+from ucformat.engines.megatron.live_shards import (
+    FlatRange,
+    StageLayout,
+    local_states,
+    local_weights,
+)
 from ucformat.engines.megatron.names import Member, groups_by_rule
 from ucformat.errors import UnsupportedError, refuse_arguments
 from ucformat.geometry.box import Box
@@ -69,7 +74,9 @@ class LiveModel:
         self.args = MegatronArguments.of(values, vocab_size, "the state")
         self._resizable = {r.key.name for rs in entries.tensors.values() for r in rs if r.resizable}
         self.parts = [
-            p for o in entries.optimizers.values() for p in live_parts(o, entries.weights)
+            p
+            for o in entries.optimizers.values()
+            for p in live_parts(o, entries.weights, entries.chunks)
         ]
         if entries.buckets and not self.parts:
             key = next(iter(entries.buckets.values())).key
@@ -107,10 +114,24 @@ class LiveModel:
         """
         named = [self.entries, *self.said.values()]
         regions = [
-            r for entries in named for of_entry in entries.tensors.values() for r in of_entry
+            r
+            for entries in named
+            for of_entry in entries.tensors.values()
+            for r in of_entry
+            if not r.view.is_meta
         ]
         regions += self._steps(regions, named) if steps else ()
-        return list(local_weights(regions, self.layout, self.rows))
+        return [*local_weights(regions, self.layout, self.rows), *self._sharded()]
+
+    def _sharded(self) -> Iterator[LocalBoxes]:
+        """What this rank holds of the parameters under Megatron-FSDP."""
+        for parameter in (p for chunk in self.entries.chunks for p in chunk.parameters):
+            regions = self.entries.weights.of(parameter.stand_in)
+            flat = FlatRange.of(parameter, regions)
+            memory = parameter.memory
+            yield from local_states(
+                flat, "weight", memory.dtype, memory, self.layout, self.rows
+            )
 
     def states(self, *, shared: bool = True) -> Iterator[LocalBoxes]:
         """What this rank holds of the states of distributed optimizers.
@@ -191,7 +212,7 @@ def plain_objects(live: LiveModel) -> dict[str, Any]:
         values[name] = vars(value) if isinstance(value, Namespace) else value
     numbers = iter(range(len(live.parts)))
     for path, optimizer in live.entries.optimizers.items():
-        count = len(live_parts(optimizer, live.entries.weights))
+        count = len(live_parts(optimizer, live.entries.weights, live.entries.chunks))
         own = [_of_part(live, next(numbers)) for _ in range(count)]
         if any(own):
             place(values, path, own[0] if count == 1 else dict(enumerate(own)))

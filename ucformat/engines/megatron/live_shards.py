@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ucformat.engines.megatron.live_entries import Region
+    from ucformat.engines.megatron.live_fsdp import ShardedParameter
 
     #: The rows of a vocabulary without its padding, by name and the rows that the engine holds.
     Rows = Callable[[str, int], int]
@@ -180,11 +181,11 @@ def local_weights(
 
 @dataclass(frozen=True, slots=True)
 class FlatRange:
-    """Elements `[start, stop)` of a parameter that the distributed optimizer of this rank holds.
+    """Elements `[start, stop)` of a parameter that this rank's part of a flat bucket holds.
 
     Attributes:
         parameter: of the model, with its regions.
-        part: the elements of each rank's part of the bucket.
+        part: the elements of each rank's part of the bucket (0: each has all of it).
         position: the element of the bucket at which the parameter begins.
         ranks: those that partition the bucket, in order.
     """
@@ -196,6 +197,12 @@ class FlatRange:
     part: int
     position: int
     ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sharded: ShardedParameter, regions: Sequence[Region]) -> FlatRange:
+        """The range of a parameter under Megatron-FSDP."""
+        s = sharded
+        return cls(s.stand_in, regions, s.start, s.stop, s.part, s.position, s.ranks)
 
 
 def local_states(
@@ -214,7 +221,7 @@ def local_states(
         joined = joined_regions(of_key)
         boxes = [pair for r in joined for pair in _in_range(flat, r, memory)]
         whole = layout.distribution(joined[0]) if len(joined) == 1 else None
-        if whole is not None and not _partitions(whole.mesh, flat.ranks, layout.rank):
+        if whole is not None and flat.part and not _partitions(whole.mesh, flat.ranks, layout.rank):
             whole = None
         parts = _rows_of(key, joined[0].shape, rows)
         for part in parts:
@@ -223,7 +230,7 @@ def local_states(
             d = whole
             if d is not None and len(parts) > 1 and any(cut.dim == 0 for cut in d.cuts):
                 d = None  # a range of a range, which no description has
-            if d is not None:
+            if d is not None and flat.part:
                 box = joined[0].box
                 begin = _begin(flat, joined[0])
                 row = box.size // box.shape[0] if box.shape and box.shape[0] else 0
