@@ -152,11 +152,25 @@ def arguments(spec: dict[str, Any]) -> argparse.Namespace:
     )
 
 
-def built(spec: dict[str, Any]) -> Run:
+def data_parallel(spec: dict[str, Any], config: Any, model: Any) -> Any:
+    """The model as Megatron's own data parallelism wraps it."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=bool(spec.get("optimizer")),
+        bucket_size=spec.get("buckets"),
+        overlap_grad_reduce=bool(spec.get("buckets")),
+    )
+    chunk = DistributedDataParallel(config, ddp, model, disable_bucketing=False)
+    chunk.broadcast_params()
+    return chunk
+
+
+def built(spec: dict[str, Any], wrap: Any = data_parallel) -> Run:
     """The model and the optimizer under one layout."""
     without_cuda()
     from megatron.core import parallel_state as ps
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -177,6 +191,7 @@ def built(spec: dict[str, Any]) -> Run:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=1,
         context_parallel_size=spec.get("cp", 1),
+        num_distributed_optimizer_instances=spec.get("outer", 1),
     )
     torch.manual_seed(7 + 100 * ps.get_pipeline_model_parallel_rank())
     moe = (
@@ -234,14 +249,7 @@ def built(spec: dict[str, Any]) -> Run:
         for parameter_name, parameter in model.named_parameters():
             if "fp32" in spec and spec["fp32"] in parameter_name:
                 parameter.data = parameter.data.float()
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=bool(spec.get("optimizer")),
-            bucket_size=spec.get("buckets"),
-            overlap_grad_reduce=bool(spec.get("buckets")),
-        )
-        chunks.append(DistributedDataParallel(config, ddp, wrapped, disable_bucketing=False))
-        chunks[-1].broadcast_params()
+        chunks.append(wrap(spec, config, wrapped))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

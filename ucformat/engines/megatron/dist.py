@@ -20,6 +20,7 @@ from ucformat.engines.megatron.folder import (
     built_by_megatron,
 )
 from ucformat.engines.megatron.names import (
+    LAYER,
     MASTER,
     Bucket,
     Member,
@@ -28,6 +29,7 @@ from ucformat.engines.megatron.names import (
     name_of,
     split_half,
     split_state_key,
+    ungrouped,
     unwrapped,
 )
 from ucformat.engines.megatron.stacked import (
@@ -345,6 +347,7 @@ class OpenFsdp(IndexedSource):
         self._plain: dict[str, tuple[str, str]] = {}
         self._sort_values(meta)
         self._fill(meta, optimizer=options.optimizer)
+        self._check_layers(meta.file)
         guarded = built_by_megatron(store.url)
         groups: LazySequence[Mapping[str, Any]] = LazySequence(guarded(self._groups))
         step = own_values.get("iteration")
@@ -378,9 +381,9 @@ class OpenFsdp(IndexedSource):
         for fqn in meta.values:
             path = meta.paths.get(fqn, (fqn,))
             if (option := _split(path, _GROUP)) is not None:
-                self._options[fqn] = (split_half(option[0])[0], ".".join(map(str, option[1])))
+                self._options[fqn] = (_split_name(option[0])[0], ".".join(map(str, option[1])))
             elif (state := _split(path, _STATE)) is not None:
-                self._plain[fqn] = (split_half(state[0])[0], ".".join(map(str, state[1])))
+                self._plain[fqn] = (_split_name(state[0])[0], ".".join(map(str, state[1])))
             else:
                 self._values[fqn] = path
 
@@ -407,7 +410,7 @@ class OpenFsdp(IndexedSource):
                 )
             else:
                 name, kind = ".".join(map(str, path)), "weight"
-            whole, half = split_half(name)
+            whole, half = _split_name(name)
             key = Key(whole, kind)
             if half in parts.setdefault(key, {}):
                 raise IntegrityError(f"{meta.file}: {fqn} and another entry both map to {key}")
@@ -425,6 +428,23 @@ class OpenFsdp(IndexedSource):
                 halves = halves[:1]
             tensor = unstacked(key, halves)
             add_tensor(self.contents, tensor, self.args)
+
+    def _check_layers(self, file: str) -> None:
+        """MissingData if stages have numbered their layers alike, so that one has replaced the other's."""
+        layers = self.args.number("num_layers")
+        stages = self.args.degree("pipeline_model_parallel_size") or 1
+        matches = (LAYER.fullmatch(key.name) for key in self.contents.infos)
+        numbers = {m[2] for m in matches if m is not None and m[1] == "decoder.layers"}
+        if layers is not None and stages > 1 and len(numbers) < layers:
+            raise MissingData(
+                f"{file} has {len(numbers)} layers of a model of {layers} that was trained in {stages} "
+                "stages: Megatron-FSDP numbers the layers of each stage from 0, so that the files "
+                "have those of one stage, or of several mixed",
+                hint=(
+                    "the other layers are lost: save again with ucformat.torch.megatron.save, which "
+                    "numbers them through all stages, or without pipeline parallelism"
+                ),
+            )
 
     def _groups(self) -> list[dict[str, Any]]:
         """The optimizer groups: parameters with equal hyper-parameters form one."""
@@ -445,6 +465,12 @@ class OpenFsdp(IndexedSource):
         return nested_objects(values, self._items.values(values), self._items.meta.paths.values())
 
 
+def _split_name(name: str) -> tuple[str, int]:
+    """The name of a parameter of the model, and the half of a gated projection."""
+    whole, half = split_half(name)
+    return ungrouped(whole), half
+
+
 def _is_whole(half: UnstackedPart, weight: UnstackedPart) -> bool:
-    """Whether what is stored under the name of one half has the rows of both."""
-    return bool(weight.shape) and half.shape[:1] == (2 * weight.shape[0],)
+    """Whether what is stored under the name of one half is of both: a step, or the rows of both."""
+    return not half.shape or bool(weight.shape) and half.shape[:1] == (2 * weight.shape[0],)

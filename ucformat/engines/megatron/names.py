@@ -35,6 +35,7 @@ _STACKED_LAYERS = re.compile(r"(?P<before>(?:.*\.)?layers)\.(?!\d+\.)(?P<after>.
 _EXPERTS = re.compile(
     r"(?P<before>.*\.experts)\.experts\.(?:(?P<number>\d+)\.)?(?P<after>.+)", re.DOTALL
 )
+_GROUPED = re.compile(r"(.*\.experts)\.(linear_fc\d)\.(weight|bias)(\d{1,6})", re.DOTALL)
 _HALF = re.compile(r"(?P<whole>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])", re.DOTALL)
 
 #: The optimizers' names of the fp32 copy.
@@ -117,6 +118,12 @@ def split_half(key: str) -> tuple[str, int]:
     """The name of a gated projection, and the half: 0 the gate, 1 the other; else 0."""
     match = _HALF.fullmatch(key)
     return (key, 0) if match is None else (match["whole"], "wv".index(match["half"]))
+
+
+def ungrouped(name: str) -> str:
+    """The name of an expert's parameter that a module of all experts numbers itself, as in `linear_fc1.weight3`."""
+    match = _GROUPED.fullmatch(name)
+    return name if match is None else f"{match[1]}.local_experts.{match[4]}.{match[2]}.{match[3]}"
 
 
 def name_of(key: str, *, local: bool) -> NameTemplate:

@@ -19,7 +19,8 @@ def trained(folder: Path, spec: dict[str, Any], *actions: dict[str, Any]) -> dic
     folder.mkdir(parents=True, exist_ok=True)
     told = folder / "told.json"
     job = {"spec": spec, "actions": actions, "to": str(told)}
-    script = ["-m", "tests.engines.megatron.live.train", json.dumps(job)]
+    program = "fsdp" if "fsdp" in spec else "train"
+    script = ["-m", f"tests.engines.megatron.live.{program}", json.dumps(job)]
     fork(spec["world"], script, folder / "log", ("tests.engines.megatron.live.beside",))
     found: dict[str, Any] = json.loads(told.read_text())
     return found

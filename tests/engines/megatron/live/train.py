@@ -38,7 +38,7 @@ class Training:
         self.spec, self.ps = spec, ps
         made_by = maker()
         made_by.VOCAB = spec.get("vocab", made_by.VOCAB)
-        self.run = made_by.built(spec)
+        self.run = made_by.built(spec, getattr(self, "wrap", made_by.data_parallel))
         self.chunks, self.optimizer = self.run.chunks, self.run.optimizer
         self.step_number = 0
         self.told: dict[str, Any] = {}
@@ -118,11 +118,11 @@ class Training:
         state = ucformat.torch.megatron.collect(self.state())
         return sorted(str(t.key) for t in state.tensors if t.distribution is None)
 
-    def load(self, place: str) -> None:
+    def load(self, place: str, **options: Any) -> None:
         import ucformat.torch.megatron
 
         state = {**self.model(), "optimizer": self.optimizer}
-        report = ucformat.torch.megatron.load(state, place, certify=True)
+        report = ucformat.torch.megatron.load(state, place, certify=True, **options)
         self.told = {
             "left": report.left,
             "problems": report.problems.lines(unexpected=True),
@@ -130,7 +130,8 @@ class Training:
             "state": sorted(report.state),
         }
         for name, chunk in zip(self.model(), self.chunks, strict=True):
-            chunk.module.load_state_dict(report.state[name])
+            if name in report.state:  # otherwise the chunk stood for itself, and is loaded
+                chunk.module.load_state_dict(report.state[name])
         self.step_number = report.state["iteration"]
 
     def with_strategy(self, place: str, *, loading: bool) -> None:
@@ -183,10 +184,10 @@ class Training:
         dist_checkpointing.save(state, str(folder), content_metadata=how)
 
 
-def main(job: dict[str, Any]) -> None:
+def main(job: dict[str, Any], kind: type[Training] = Training) -> None:
     import ucformat.torch.megatron as um
 
-    training = Training(job["spec"])
+    training = kind(job["spec"])
     losses: list[float] = []
 
     def gradients(count: int) -> None:
@@ -199,6 +200,7 @@ def main(job: dict[str, Any]) -> None:
         "gradients": gradients,
         "save": lambda place: um.save(training.state(), place),
         "load": training.load,
+        "cast": lambda place: training.load(place, cast=True),
         "own": lambda place: training.engines_own(Path(place)),
         "list": lambda _: training.told.update(listed=training.listed()),
         "strategy_save": lambda place: training.with_strategy(place, loading=False),

@@ -1,0 +1,141 @@
+"""Trainings with Megatron-FSDP go on under other layouts, with Megatron-Core's own data parallelism, and the reverse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import ucformat
+from tests.engines.megatron.live.running import differences, trained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.engine
+
+GATED = {"layers": 2, "swiglu": True, "bf16": True, "vocab": 32}
+FULL = {"fsdp": "optim_grads_params", "optimizer": "fsdp_dtensor"}
+FLAT = {"optimizer": "dp_reshardable"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"world": 2, **GATED, **FULL},
+    "dp3": {"world": 3, **GATED, **FULL},
+    "tp2": {"world": 2, "tp": 2, **GATED, **FULL},
+    "tp2-dp2": {"world": 4, "tp": 2, **GATED, **FULL},
+    "pp2": {"world": 2, "pp": 2, **GATED, **FULL},
+    "one": {"world": 1, **GATED, **FULL},
+    "zero1": {"world": 2, **GATED, **FULL, "fsdp": "optim"},
+    "zero2": {"world": 2, **GATED, **FULL, "fsdp": "optim_grads"},
+    "hybrid": {"world": 4, **GATED, **FULL, "outer": 2},
+    "hybrid-sharded": {"world": 4, **GATED, **FULL, "outer": 2, "outer_sharding": "optim"},
+    "fp32": {"world": 2, **GATED, **FULL, "bf16": False},
+    "ep2": {"world": 2, "ep": 2, "experts": 4, **GATED, **FULL},
+    "ep2-dp2": {"world": 4, "ep": 2, "experts": 4, **GATED, **FULL},
+    "padded": {"world": 2, "tp": 2, **GATED, **FULL, "vocab": 19},
+    "tied": {"world": 2, **GATED, **FULL, "tied": True},
+    "frozen": {"world": 2, **GATED, **FULL, "frozen": "linear_fc2"},
+    "ddp-tp2": {"world": 2, "tp": 2, **GATED, **FLAT},
+    "ddp-pp2": {"world": 2, "pp": 2, **GATED, **FLAT},
+    "ddp-ep2": {"world": 2, "ep": 2, "experts": 4, **GATED, **FLAT},
+    "ddp-padded": {"world": 2, "tp": 2, **GATED, **FLAT, "vocab": 19},
+}
+#: States that the engines do not have alike: of AdamW the step, and the copy of 16-bit weights.
+STATES = ("step", "master")
+
+
+class Saved:
+    """A training that was saved by us and by the engine itself after two steps, and its losses from then on."""
+
+    def __init__(self, folder: Path, layout: str, *, own: bool = True) -> None:
+        self.ours, self.own = folder / "ck", folder / "own" / "iter_0000002"
+        ends = [{"own": str(self.own)}, {"train": 2}] if own else [{"train": 2}]
+        actions: list[dict[str, Any]] = [{"train": 2}, {"save": str(self.ours)}, *ends]
+        self.losses = trained(folder, LAYOUTS[layout], *actions)["losses"][2:]
+
+    def goes_on(
+        self, folder: Path, layout: str, *, load: str = "load", of: str = "ours", rel: float = 1e-3
+    ) -> Path:
+        """Load it under another layout, save what is held there, and train."""
+        again = folder / "ck"
+        actions: list[dict[str, Any]] = [
+            {load: str(getattr(self, of))},
+            {"save": str(again)},
+            {"train": 2},
+        ]
+        told = trained(folder, LAYOUTS[layout], *actions)
+        assert (told["complete"], told["problems"], told["left"]) == (True, [], [])
+        assert told["losses"] == pytest.approx(self.losses, rel=rel)
+        return again
+
+
+def converted(fsdp: Path, ddp: Path) -> list[str]:
+    """What differs between the tensors of a checkpoint of each engine, where the weights of one are the fp32 copies of the other."""
+    a, b = ucformat.open(str(fsdp)), ucformat.open(str(ddp))
+    out = []
+    for key in sorted(a.tensors.keys() | b.tensors.keys()):
+        if key.state.startswith(STATES):
+            continue
+        name, state = key
+        master = state.replace("weight", "master")
+        other = b[name, master] if (name, master) in b.tensors else b[name, state]
+        x, y = a[name, state][...], other[...]
+        if (x.dtype, x.shape, x.tobytes()) != (y.dtype, y.shape, y.tobytes()):
+            out.append(f"{key} differs")
+        if master != state:
+            rounded = x.astype(b[name, state][...].dtype)
+            out += [] if np.array_equal(rounded, b[name, state][...]) else [f"{key} is not rounded"]
+    return out
+
+
+def test_a_training_goes_on_under_other_layouts_and_engines(tmp_path: Path) -> None:
+    """From the engine's own folder, and from ours, into Megatron-FSDP and out of it."""
+    first = Saved(tmp_path / "dp2", "dp2")
+    assert differences(first.ours, first.own, states=("step",)) == []
+    again = first.goes_on(tmp_path / "tp2", "tp2")
+    assert differences(first.ours, again) == []
+    ddp = first.goes_on(tmp_path / "ddp", "ddp-tp2", load="cast", of="own")
+    assert converted(first.own, ddp) == []
+    back = Saved(tmp_path / "back", "ddp-tp2", own=False)
+    assert converted(back.goes_on(tmp_path / "to", "dp2"), back.ours) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("saved", "others", "ddp"),
+    [
+        ("tp2-dp2", ["dp3", "one", "zero2"], "ddp-tp2"),
+        ("dp3", ["tp2-dp2"], None),
+        ("zero1", ["dp2"], None),
+        ("zero2", ["dp2"], None),
+        ("hybrid", ["dp2"], None),
+        ("hybrid-sharded", ["dp3", "hybrid"], None),
+        ("fp32", [], None),
+        ("ep2", ["ep2-dp2"], "ddp-ep2"),
+        ("ep2-dp2", ["ep2"], "ddp-ep2"),
+        ("padded", [], "ddp-padded"),
+        ("tied", [], None),
+        ("frozen", [], None),
+    ],
+)
+def test_layouts(saved: str, others: list[str], ddp: str | None, tmp_path: Path) -> None:
+    """Every sharding strategy, with tensor and expert parallelism, and empty shards; both directions."""
+    first = Saved(tmp_path / saved, saved)
+    assert differences(first.ours, first.own, states=("step",)) == []
+    for other in (saved, *others):
+        assert differences(first.ours, first.goes_on(tmp_path / f"to-{other}", other)) == []
+    if ddp is not None:
+        ours = first.goes_on(tmp_path / "ddp", ddp, load="cast", of="own")
+        assert converted(first.own, ours) == []
+        assert differences(first.ours, first.goes_on(tmp_path / "back", saved)) == []
+
+
+@pytest.mark.matrix
+def test_stages(tmp_path: Path) -> None:
+    """Layers are numbered through all stages, which the engine's own files do not do, and which are refused."""
+    first = Saved(tmp_path / "pp2", "pp2")
+    ddp = first.goes_on(tmp_path / "ddp", "ddp-pp2", load="cast")
+    assert converted(first.ours, ddp) == []
+    assert differences(first.ours, first.goes_on(tmp_path / "one", "one")) == []
+    with pytest.raises(ucformat.errors.MissingData, match="has 1 layers of a model of 2"):
+        ucformat.open(str(first.own))
