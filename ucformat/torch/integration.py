@@ -75,6 +75,9 @@ class Integration:
         Args:
             module: a module of a training state.
             keys: the keys of its state dict.
+
+        Raises:
+            UnsupportedError: the tensors of the module are not what they seem to be.
         """
         return ()
 

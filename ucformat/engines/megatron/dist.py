@@ -473,4 +473,4 @@ def _split_name(name: str) -> tuple[str, int]:
 
 def _is_whole(half: UnstackedPart, weight: UnstackedPart) -> bool:
     """Whether what is stored under the name of one half is of both: a step, or the rows of both."""
-    return not half.shape or bool(weight.shape) and half.shape[:1] == (2 * weight.shape[0],)
+    return not half.shape or (bool(weight.shape) and half.shape[:1] == (2 * weight.shape[0],))

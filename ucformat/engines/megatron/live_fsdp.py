@@ -102,7 +102,10 @@ def _parameters(buffer: Any, config: Any) -> Iterator[ShardedParameter]:
             main, size = mains[name], parameter.numel()
             start, stop, part, position, ranks = 0, size, 0, 0, ()
             if sharded:
-                shard, position = own.shard_bucket_index, own.item_index_map[number].global_data_index
+                shard, position = (
+                    own.shard_bucket_index,
+                    own.item_index_map[number].global_data_index,
+                )
                 start, stop = (
                     min(max(at - position, 0), size)
                     for at in (shard.global_data_index, shard.global_data_index + shard.size)

@@ -68,7 +68,9 @@ class LivePart:
         self.optimizer, self._weights = optimizer, weights
         self.distributed = isinstance(optimizer, DistributedOptimizer)
         self.empty = bool(getattr(optimizer, "is_stub_optimizer", False))
-        self.fsdp = bool(getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False))
+        self.fsdp = bool(
+            getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False)
+        )
         self._sharded = {id(p.main): p for chunk in chunks for p in chunk.parameters}
         pairs = [] if self.empty else list(self._pairs())
         self._mains = {id(parameter): main for parameter, main in pairs}

@@ -129,9 +129,7 @@ class LiveModel:
             regions = self.entries.weights.of(parameter.stand_in)
             flat = FlatRange.of(parameter, regions)
             memory = parameter.memory
-            yield from local_states(
-                flat, "weight", memory.dtype, memory, self.layout, self.rows
-            )
+            yield from local_states(flat, "weight", memory.dtype, memory, self.layout, self.rows)
 
     def states(self, *, shared: bool = True) -> Iterator[LocalBoxes]:
         """What this rank holds of the states of distributed optimizers.

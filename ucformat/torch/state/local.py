@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ucformat.errors import LayoutError, UsageError
-from ucformat.geometry.box import chunk, row_major
+from ucformat.geometry.box import Box, chunk, row_major
 from ucformat.geometry.distribution import Cut, Distribution, RankMesh, order_of_cuts
 from ucformat.geometry.local import Dim, IndexRun, pieces_of
 from ucformat.geometry.tensor import Key, Piece, TensorInfo
@@ -133,6 +133,8 @@ def _strided(
 
 
 _info = lru_cache(maxsize=1 << 16)(TensorInfo)  # the next save asks for the same ones
+#: The method of a local tensor by which DTensors tell DCP their chunks.
+_CHUNKS = "__create_chunk_list__"
 #: The pieces of local tensors of DTensors, and their distributions, by what these follow from.
 _Placed = dict[tuple[object, ...], tuple[tuple[Piece, ...], Distribution | None]]
 
@@ -190,6 +192,9 @@ def _of_dtensor(name: str, state: str, tensor: DTensor, placed: _Placed | None) 
     local = plain_values(name, local_of_dtensor(tensor), checked=placed is not None)
     placed = {} if placed is None else placed
     info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
+    if (chunks := getattr(tensor._local_tensor, _CHUNKS, None)) is not None:  # noqa: SLF001
+        dims = _dims_of_chunk(f"{name} ({state})", shape, tuple(local.shape), chunks())
+        return LocalShard(info, pieces_in(local, dims), local)
     key = (id(mesh), shape, tensor.placements, tuple(local.shape), _strides_in(local))
     if key not in placed:
         if coordinate_of(mesh) is None:
@@ -200,6 +205,19 @@ def _of_dtensor(name: str, state: str, tensor: DTensor, placed: _Placed | None) 
             placed[key] = pieces_in(local, dims), distribution
     pieces, distribution = placed[key]
     return LocalShard(info, pieces, local, distribution)
+
+
+def _dims_of_chunk(
+    label: str, shape: tuple[int, ...], local: tuple[int, ...], chunks: Sequence[Any]
+) -> list[Dim]:
+    """The dims of a local tensor that says itself where it is, as DCP asks it, whatever the placements are."""
+    boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunks]
+    if len(boxes) != 1 or boxes[0].shape != local or not Box.whole(shape).contains(boxes[0]):
+        raise LayoutError(
+            f"{label}: its local tensor of {list(local)} says that it has {boxes} of {list(shape)}",
+            hint="call the function of the engine that prepares state dicts for DCP again",
+        )
+    return [Dim.whole(n, a) for a, n in zip(boxes[0].start, local, strict=True)]
 
 
 def _dims_of(label: str, tensor: DTensor, local: tuple[int, ...]) -> _DimsAndCuts:

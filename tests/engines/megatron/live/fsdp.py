@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from tests.engines.megatron.live.train import Training, main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 class Done:
@@ -52,6 +52,12 @@ def on_cpu() -> Iterator[None]:
             return mesh_of(groups, "cpu", **how)
 
     adapter.DeviceMesh = Meshes
+
+    def of_stage(replicas: Any, parts: Any, ep_size: int = 1) -> torch.Tensor:
+        rows, columns = (dist.get_process_group_ranks(g) for g in (replicas, parts))
+        return torch.tensor([[r + c - dist.get_rank() for c in columns] for r in rows])
+
+    adapter._get_dp_tp_mesh = of_stage  # that of 0.16.1 takes all ranks for those of one stage
     adapter.TELinear = type("TELinear", (), {})  # without Transformer Engine no class
     current = torch.cuda.current_device
     torch.cuda.current_device = lambda: 0  # of which the engine makes names of devices

@@ -1,7 +1,8 @@
-"""Trainings with Megatron-FSDP go on under other layouts, with Megatron-Core's own data parallelism, and the reverse."""
+"""Trainings with Megatron-FSDP go on under other layouts and Megatron-Core's own data parallelism, and the reverse."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import ucformat
 from tests.engines.megatron.live.running import differences, trained
+from tests.torch.running import fork
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +72,7 @@ class Saved:
 
 
 def converted(fsdp: Path, ddp: Path) -> list[str]:
-    """What differs between the tensors of a checkpoint of each engine, where the weights of one are the fp32 copies of the other."""
+    """What differs between checkpoints of both engines: the weights of the first are the fp32 copies of the other."""
     a, b = ucformat.open(str(fsdp)), ucformat.open(str(ddp))
     out = []
     for key in sorted(a.tensors.keys() | b.tensors.keys()):
@@ -139,3 +141,22 @@ def test_stages(tmp_path: Path) -> None:
     assert differences(first.ours, first.goes_on(tmp_path / "one", "one")) == []
     with pytest.raises(ucformat.errors.MissingData, match="has 1 layers of a model of 2"):
         ucformat.open(str(first.own))
+
+
+def test_rows_that_are_padded(tmp_path: Path) -> None:
+    """The second Megatron-FSDP's tensors are where they say, not where placements do, on any number of ranks."""
+    told = [_of_padded_rows(tmp_path, ranks) for ranks in (3, 2)]
+    assert [0, 7] in [shape for of_rank in told[0] for shape in of_rank["shapes"].values()]
+    for of_rank in (one for of_run in told for one in of_run):
+        assert of_rank["refused"][0] == "UnsupportedError"
+        assert "sharded by Megatron-FSDP" in of_rank["refused"][1]
+        assert of_rank["written"] == []
+    assert all(of_rank["complete"] for of_rank in told[1])
+    assert differences(tmp_path / "ck", tmp_path / "again") == []
+    assert told[1][0]["losses"] == pytest.approx(told[0][0]["losses"], rel=1e-2)
+
+
+def _of_padded_rows(folder: Path, ranks: int) -> Any:
+    script = ["-m", "tests.engines.megatron.live.padded_rows", str(folder)]
+    fork(ranks, script, folder / f"log{ranks}", ("tests.engines.megatron.live.beside",))
+    return json.loads((folder / "told.json").read_text())
