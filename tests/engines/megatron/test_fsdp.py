@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.sources.suite import SourceSuite
 from ucformat.checkpoint import open_checkpoint
-from ucformat.errors import UnsupportedError
+from ucformat.errors import MissingData, UnsupportedError
 from ucformat.testing.sources import Sample
 
 if TYPE_CHECKING:
@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-WORD, FC1, NORM = (
+WORD, FC1, NORM, EXPERT = (
     "embedding.word_embeddings.weight",
     "decoder.layers.0.mlp.linear_fc1.weight",
     "final_layernorm.weight",
+    "decoder.layers.1.mlp.experts.local_experts.11.linear_fc1.weight",
 )
+GROUPED = "decoder.layers.1.mlp.experts.linear_fc1.weight11"  # as a module of all experts names it
 SHAPES = {
     WORD: (12, 4),
     FC1: (6, 4),
+    EXPERT: (6, 3),
     "decoder.layers.1.self_attention.linear_qkv.weight": (5, 4),
     NORM: (4,),
 }
@@ -44,8 +47,9 @@ def arrays() -> dict[tuple[str, str], torch.Tensor]:
 
 def halves(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """As Megatron stores it: a gated projection as two tensors."""
-    if name != FC1:
+    if name not in (FC1, EXPERT):
         return {name: tensor}
+    name = GROUPED if name == EXPERT else name
     return {f"{name}_w": tensor[:3], f"{name}_v": tensor[3:]}
 
 
@@ -59,10 +63,10 @@ def state_of(wrapped: str) -> dict[str, Any]:
                 whole = (
                     truth[kind, name] if kind == "master" else part
                 )  # only the moments are split
-                states.setdefault(f"module.{stored}", {})["param" if kind == "master" else kind] = (
-                    whole
-                )
-        meta[f"module.{name}"] = {
+                of_name = states.setdefault(f"module.{stored}", {})
+                of_name["param" if kind == "master" else kind] = whole
+                of_name["step"] = torch.tensor(7.0)
+        meta[f"module.{GROUPED if name == EXPERT else name}"] = {
             "lr": 0.5,
             "betas": (0.9, 0.95),
             "wd_mult": 0.0 if name == NORM else 1.0,
@@ -108,6 +112,7 @@ class TestMegatronFsdp(SourceSuite):
         for (state, name), tensor in arrays().items():
             kept = tensor[:ROWS] if name == WORD else tensor
             truth[state, name] = ("float32", tuple(kept.shape), kept.numpy().tobytes())
+            truth["step", name] = ("float32", (), torch.tensor(7.0).numpy().tobytes())
             if name == WORD:
                 truth[f"{state}.padding", name] = (
                     "float32",
@@ -134,3 +139,19 @@ def test_another_programs_folder_of_that_name_is_a_dcp_checkpoint(tmp_path: Path
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(UnsupportedError, match="without the state that Megatron-FSDP saves"):
         open_checkpoint(tmp_path)
+
+
+def test_stages_that_number_their_layers_alike_have_overwritten_each_other(tmp_path: Path) -> None:
+    """NVIDIA/Megatron-LM#7452: a load under another number of stages fills all with the layers of the first."""
+    state = state_of("")
+    place = tmp_path / "iter_0000007"
+    state["args"].num_layers, state["args"].pipeline_model_parallel_size = 4, 2
+    dcp.save(state, checkpoint_id=place, no_dist=True)
+    with pytest.raises(
+        MissingData, match=r"has 2 layers of a model of 4 .* in 2 stages"
+    ) as refused:
+        open_checkpoint(place)
+    assert "ucformat.torch.megatron.save" in str(refused.value.hint)
+    state["args"].num_layers = 2
+    dcp.save(state, checkpoint_id=place, no_dist=True)
+    assert open_checkpoint(place).kind == "megatron"

@@ -148,7 +148,7 @@ class LivePart:
         """The states of a range that have its shape; the rest must be the step."""
         out = {}
         for state, value in (self.optimizer.optimizer.state.get(main) or {}).items():
-            if torch.is_tensor(value) and value.shape in (main.shape, self._shape_here(main)):
+            if torch.is_tensor(value) and self._is_alike(value, main):
                 out[state] = flat_memory(value)
             elif state != "step":
                 raise UnsupportedError(
@@ -158,9 +158,11 @@ class LivePart:
                 )
         return out
 
-    def _shape_here(self, main: torch.Tensor) -> torch.Size:
-        """The shape of what this rank holds of a tensor of the optimizer, which fused ones have as plain tensors."""
-        return getattr(main, "_local_tensor", main).shape
+    def _is_alike(self, value: torch.Tensor, main: torch.Tensor) -> bool:
+        """Whether a state has an element for each of its parameter, of which fused optimizers keep plain tensors."""
+        local = getattr(main, "_local_tensor", main)
+        own = getattr(value, "_local_tensor", value)
+        return value.shape in (main.shape, local.shape) and own.shape == local.shape
 
     def _ranges(self) -> Iterator[tuple[FlatRange, torch.Tensor | None]]:
         """Each parameter with its range on this rank, and the optimizer's tensor with it, if there is one."""

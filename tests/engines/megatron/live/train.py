@@ -134,6 +134,16 @@ class Training:
                 chunk.module.load_state_dict(report.state[name])
         self.step_number = report.state["iteration"]
 
+    def load_llama(self, place: str) -> None:
+        """Load the weights of a Hugging Face model."""
+        import ucformat
+        import ucformat.torch.megatron
+
+        options = {"heads": 4, "groups": 2}
+        model = ucformat.open(place).view([{"preset": "llama-to-megatron", "with": options}])
+        ucformat.torch.megatron.load(self.model(), model, strict=True)
+        self.optimizer.reload_model_params()
+
     def with_strategy(self, place: str, *, loading: bool) -> None:
         """Save, or load, by Megatron's own functions with our strategies, as its training loop does."""
         from megatron.core import dist_checkpointing
@@ -201,6 +211,7 @@ def main(job: dict[str, Any], kind: type[Training] = Training) -> None:
         "save": lambda place: um.save(training.state(), place),
         "load": training.load,
         "cast": lambda place: training.load(place, cast=True),
+        "llama": training.load_llama,
         "own": lambda place: training.engines_own(Path(place)),
         "list": lambda _: training.told.update(listed=training.listed()),
         "strategy_save": lambda place: training.with_strategy(place, loading=False),
