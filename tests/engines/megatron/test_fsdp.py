@@ -152,6 +152,6 @@ def test_stages_that_number_their_layers_alike_have_overwritten_each_other(tmp_p
     ) as refused:
         open_checkpoint(place)
     assert "ucformat.torch.megatron.save" in str(refused.value.hint)
-    state["args"].num_layers = 2
+    state["args"].num_layers, place = 2, tmp_path / "iter_0000008"
     dcp.save(state, checkpoint_id=place, no_dist=True)
     assert open_checkpoint(place).kind == "megatron"

@@ -100,7 +100,8 @@ def _parameters(buffer: Any, config: Any) -> Iterator[ShardedParameter]:
         for number, parameter in enumerate(group.params):
             name = buffer.param_to_name[parameter]
             main, size = mains[name], parameter.numel()
-            start, stop, part, position, ranks = 0, size, 0, 0, ()
+            start, stop, part, position = 0, size, 0, 0
+            ranks: tuple[int, ...] = ()
             if sharded:
                 shard, position = (
                     own.shard_bucket_index,

@@ -231,7 +231,9 @@ class _Plan:
         for local in (*live.weights(steps=False), *live.states()):
             stored = self._stored_padding(local.info.key)
             if not local.info.state.endswith(".padding") or (
-                stored is not None and stored.shape == local.info.shape
+                # that of an fp32 copy may have been read from the weight's
+                stored is not None
+                and (stored.state, stored.shape) == (local.info.state, local.info.shape)
             ):
                 tensors.append(local.shard())
         self._leave_padding({t.info.key for t in tensors})

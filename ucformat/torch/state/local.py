@@ -193,8 +193,8 @@ def _of_dtensor(name: str, state: str, tensor: DTensor, placed: _Placed | None) 
     placed = {} if placed is None else placed
     info = TensorInfo(name, state, dtype_name(tensor.dtype), shape)
     if (chunks := getattr(tensor._local_tensor, _CHUNKS, None)) is not None:  # noqa: SLF001
-        dims = _dims_of_chunk(f"{name} ({state})", shape, tuple(local.shape), chunks())
-        return LocalShard(info, pieces_in(local, dims), local)
+        own = _dims_of_chunk(f"{name} ({state})", shape, tuple(local.shape), chunks())
+        return LocalShard(info, pieces_in(local, own), local)
     key = (id(mesh), shape, tensor.placements, tuple(local.shape), _strides_in(local))
     if key not in placed:
         if coordinate_of(mesh) is None:

@@ -139,7 +139,7 @@ class Training:
         import ucformat
         import ucformat.torch.megatron
 
-        options = {"heads": 4, "groups": 2}
+        options = {"heads": 4, "groups": 2, "local": True}
         model = ucformat.open(place).view([{"preset": "llama-to-megatron", "with": options}])
         ucformat.torch.megatron.load(self.model(), model, strict=True)
         self.optimizer.reload_model_params()
