@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,6 @@ from tests.engines.megatron.live.train import Training, main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 class Done:
@@ -91,10 +92,13 @@ class FsdpTraining(Training):
             return FullyShardedDataParallel(config, ddp, model, device=torch.device("cpu"))
 
     def model(self) -> dict[str, Any]:
-        """The chunks themselves, by name."""
-        if len(self.chunks) == 1:
-            return {"model": self.chunks[0]}
-        return {f"model{i}": chunk for i, chunk in enumerate(self.chunks)}
+        """The chunks themselves, by name, as the guide prints it."""
+        page = (Path(__file__).parents[4] / "docs" / "guides" / "megatron.md").read_text()
+        code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1]
+        names: dict[str, Any] = {"model": self.chunks, "optimizer": self.optimizer}
+        exec(compile(code, "megatron.md", "exec"), names)  # noqa: S102
+        state: dict[str, Any] = names["state"]()
+        return {key: value for key, value in state.items() if key != "optimizer"}
 
     def engines_own(self, folder: Path) -> None:
         """Save in the format `fsdp_dtensor`, with the engine's functions in the order of Megatron-LM."""

@@ -50,10 +50,14 @@ STATES = ("step", "master")
 class Saved:
     """A training that was saved by us and by the engine itself after two steps, and its losses from then on."""
 
-    def __init__(self, folder: Path, layout: str, *, own: bool = True) -> None:
+    def __init__(self, folder: Path, layout: str) -> None:
         self.ours, self.own = folder / "ck", folder / "own" / "iter_0000002"
-        ends = [{"own": str(self.own)}, {"train": 2}] if own else [{"train": 2}]
-        actions: list[dict[str, Any]] = [{"train": 2}, {"save": str(self.ours)}, *ends]
+        actions: list[dict[str, Any]] = [
+            {"train": 2},
+            {"save": str(self.ours)},
+            {"own": str(self.own)},
+            {"train": 2},
+        ]
         self.losses = trained(folder, LAYOUTS[layout], *actions)["losses"][2:]
 
     def goes_on(
@@ -100,24 +104,35 @@ def test_a_training_goes_on_under_other_layouts_and_engines(tmp_path: Path) -> N
     assert differences(first.ours, first.own, states=("step",)) == []
     again = first.goes_on(tmp_path / "tp2", "tp2")
     assert differences(first.ours, again) == []
-    ddp = first.goes_on(tmp_path / "ddp", "ddp-tp2", load="cast", of="own")
+    ddp, later = tmp_path / "ddp" / "ck", tmp_path / "ddp" / "later"
+    told = trained(
+        tmp_path / "ddp",
+        LAYOUTS["ddp-tp2"],
+        {"cast": str(first.own)},
+        {"save": str(ddp)},
+        {"train": 2},
+        {"save": str(later)},
+        {"train": 2},
+    )
+    assert (told["complete"], told["problems"], told["left"]) == (True, [], [])
+    assert told["losses"][:2] == pytest.approx(first.losses, rel=1e-3)
     assert converted(first.own, ddp) == []
     assert converted(first.own, ddp, LLAMA) == []
     ucformat.export(ucformat.open(str(first.own)).view(LLAMA), tmp_path / "hf", "safetensors")
-    back = Saved(tmp_path / "back", "ddp-tp2", own=False)
+    losses = told["losses"][2:]
     place, weights = tmp_path / "to" / "ck", tmp_path / "to" / "weights"
     told = trained(
         tmp_path / "to",
         LAYOUTS["dp2"],
-        {"load": str(back.ours)},
+        {"load": str(later)},
         {"save": str(place)},
         {"train": 2},
         {"llama": str(tmp_path / "hf")},
         {"save": str(weights)},
     )
     assert (told["complete"], told["problems"], told["left"]) == (True, [], [])
-    assert told["losses"] == pytest.approx(back.losses, rel=1e-3)
-    assert converted(place, back.ours) == []
+    assert told["losses"] == pytest.approx(losses, rel=1e-3)
+    assert converted(place, later) == []
     a, b = ucformat.open(str(weights)), ucformat.open(str(first.own))
     assert all(
         a[n, s][...].tobytes() == b[n, s][...].tobytes() for n, s in a.tensors if s == "weight"
