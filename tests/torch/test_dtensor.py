@@ -6,6 +6,7 @@ import math
 from contextlib import contextmanager
 from fractions import Fraction
 from itertools import product
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -259,6 +260,27 @@ def test_a_local_shape_that_is_not_what_the_placements_say() -> None:
         ) as e:
             local_of("w", "exp_avg", tensor)
         assert e.value.hint is not None
+
+
+def test_a_local_tensor_that_says_where_it_is() -> None:
+    """As Megatron-FSDP tells DCP, whatever the placements are: here the second half, where they say the first."""
+    chunk = SimpleNamespace(offsets=(4, 0), sizes=(4, 2))
+    with alone_as(0, 2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=own_names(0, "said"))
+        tensor = DTensor.from_local(numbered((8, 2))[4:], mesh, [Shard(0)], run_check=False)
+        tensor._local_tensor.__create_chunk_list__ = lambda: [chunk]
+        local = local_of("w", "weight", tensor)
+        assert held(local) == expected(numbered((8, 2))[4:], (8, 2))
+        assert local.distribution is None
+        for wrong in ((5, 0), (4, 1), (-1, 0)):
+            chunk.offsets = wrong
+            with pytest.raises(
+                LayoutError, match=r"w \(weight\): its local tensor of \[4, 2\] says"
+            ):
+                local_of("w", "weight", tensor)
+        chunk.offsets, chunk.sizes = (4, 0), (3, 2)
+        with pytest.raises(LayoutError, match="says that it has"):
+            local_of("w", "weight", tensor)
 
 
 @pytest.mark.parametrize(
