@@ -37,7 +37,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2-dp2": {"world": 4, "ep": 2, "experts": 4, **GATED, **FULL},
     "padded": {"world": 2, "tp": 2, **GATED, **FULL, "vocab": 19},
     "tied": {"world": 2, **GATED, **FULL, "tied": True},
-    "frozen": {"world": 2, **GATED, **FULL, "frozen": "linear_fc2"},
     "ddp-tp2": {"world": 2, "tp": 2, **GATED, **FLAT},
     "ddp-pp2": {"world": 2, "pp": 2, **GATED, **FLAT},
     "ddp-ep2": {"world": 2, "ep": 2, "experts": 4, **GATED, **FLAT},
@@ -154,7 +153,6 @@ def test_a_training_goes_on_under_other_layouts_and_engines(tmp_path: Path) -> N
         ("ep2-dp2", ["ep2"], "ddp-ep2"),
         ("padded", [], "ddp-padded"),
         ("tied", [], None),
-        ("frozen", [], None),
     ],
 )
 def test_layouts(saved: str, others: list[str], ddp: str | None, tmp_path: Path) -> None:
