@@ -266,7 +266,8 @@ def save(
         sharded_state_dict: as `dist_checkpointing.save` takes it, with the optimizer itself in the
             place of its sharded state dict: `{"model": model.sharded_state_dict(), "optimizer":
             optimizer, "args": args, …}`. State dicts of optimizers are accepted, but for those of
-            flat buckets, which have no names.
+            flat buckets, which have no names. A model chunk under Megatron-FSDP stands for itself,
+            too: `{"model": model, …}`.
         url: where to write the checkpoint, a path or URL; the same on all ranks.
         vocab_size: as for `collect`.
         arguments: those of `SaveArguments`, by keyword, except `names` and `group`. The `step` is the
