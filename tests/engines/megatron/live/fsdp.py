@@ -71,6 +71,12 @@ def on_cpu() -> Iterator[None]:
 class FsdpTraining(Training):
     """A model under Megatron-FSDP, and its optimizer, on one rank."""
 
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__(spec)
+        syncs = [chunk.no_sync for chunk in self.chunks]
+        # which also tells the engine the last batch, after which it reduces over all ranks
+        self.chunks[0].config.no_sync_func = syncs[0] if len(syncs) == 1 else syncs
+
     @staticmethod
     def wrap(spec: dict[str, Any], config: Any, model: Any) -> Any:
         """The model as Megatron-FSDP wraps it."""
