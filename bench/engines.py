@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import ucformat
 from bench.common import OUT, ROOT, table
-from bench.engines_names import NAMES_IN_PIPELINE, PIPELINE_NAMES
+from bench.engines_model import batch_of
+from bench.engines_shared import (
+    AFTER,
+    BEFORE,
+    COUNT_FOR_JAX,
+    FROM_JAX,
+    NAMES_IN_PIPELINE,
+    PARAMETERS,
+    PIPELINE_NAMES,
+    TO_JAX,
+)
 from tests.engines import torchrun as run_deepspeed
 from tests.torch.running import fork
 
@@ -48,24 +59,52 @@ class Layout:
         """Whether parameters have the names of DeepSpeed's pipelines."""
         return self.engine == "deepspeed" and "pp" in self.options
 
-    def rename(self, source: Layout) -> dict[str, str]:
-        """How names that a source has become those that are here."""
-        if self.is_pipeline == source.is_pipeline:
-            return {}
-        return NAMES_IN_PIPELINE if self.is_pipeline else PIPELINE_NAMES
+    def load(self, source: Layout, place: Path) -> dict[str, Any]:
+        """How this engine loads what a source has saved: as what view, and under which names."""
+        view: list[dict[str, Any]] = FROM_JAX if source.engine == "jax" else []
+        rename: dict[str, str] = {}
+        if self.engine == "jax" and source.engine != "jax":
+            names = PIPELINE_NAMES if source.is_pipeline else {}
+            view = [{"rename": f"/{name}/", "to": to} for name, to in names.items()]
+            # Megatron-Core has one step for a group of parameters
+            view += TO_JAX if source.engine == "megatron" else [*TO_JAX, COUNT_FOR_JAX]
+        elif self.engine == "jax":
+            view = []
+        elif self.is_pipeline != source.is_pipeline:
+            rename = NAMES_IN_PIPELINE if self.is_pipeline else PIPELINE_NAMES
+        # optax saves no hyper-parameters
+        strict = PARAMETERS if source.engine == "jax" else "report"
+        return {"place": str(place), "view": view or None, "rename": rename, "strict": strict}
 
     def run(self, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         """Do a job on all ranks; what they tell."""
         folder.mkdir(parents=True, exist_ok=True)
         job |= {"engine": self.engine, "options": dict(self.options), "folder": str(folder)}
         script = ["-m", "bench.engines_program", json.dumps(job)]
-        if self.engine == "deepspeed":
+        if self.engine == "jax":
+            self._run_jax(job, folder / "log")
+        elif self.engine == "deepspeed":
             run_deepspeed(self.ranks, script, folder / "log")
         else:
             beside = ("tests.engines.megatron.live.beside",) if self.engine == "megatron" else ()
             fork(self.ranks, script, folder / "log", beside)
         told: dict[str, Any] = json.loads((folder / "told.json").read_text())
         return told
+
+    def _run_jax(self, job: dict[str, Any], log: Path) -> None:
+        """As `run`, with the devices of one process."""
+        job["batches"] = [batch_of(step).tolist() for step in range(BEFORE + AFTER)]
+        devices = f"--xla_force_host_platform_device_count={self.options['devices']}"
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
+        # `tests.jax.main` finds the packages of JAX
+        program = "import sys, tests.jax.main, bench.engines_jax as j; j.run(sys.argv[1])"
+        command = [sys.executable, "-c", program, json.dumps(job)]
+        with log.open("w") as out:
+            code = subprocess.run(
+                command, env=environment, cwd=ROOT, stdout=out, stderr=out, check=False
+            ).returncode
+        if code:
+            raise SystemExit(f"JAX failed with {code}, see {log}")
 
 
 LAYOUTS = {
@@ -79,6 +118,7 @@ LAYOUTS = {
     "Megatron TP × PP, 2 × 2": Layout(
         "megatron", 4, {"world": 4, "tp": 2, "pp": 2, "optimizer": "dp_reshardable"}
     ),
+    "JAX, 4 devices": Layout("jax", 1, {"devices": 4}),
 }
 
 
@@ -125,7 +165,7 @@ def matrix(names: list[str]) -> tuple[dict[tuple[str, str], dict[str, Any]], lis
     cells, reasons = {}, []
     for target in names:
         layout, folder = LAYOUTS[target], FOLDER / numbers[target] / "from"
-        loads = {numbers[s]: [str(saved[s]), layout.rename(LAYOUTS[s])] for s in names}
+        loads = {numbers[s]: layout.load(LAYOUTS[s], saved[s]) for s in names}
         told = layout.run(folder, {"save": "", "loads": loads})
         for source in names:
             number = numbers[source]
@@ -157,7 +197,8 @@ def differences(one: Path, source: Layout, other: Path, target: Layout) -> tuple
 
 def tensors_of(place: Path, layout: Layout) -> dict[tuple[str, str], Any]:
     """The values of a checkpoint by name in the whole model and state; the weights are those in full precision."""
-    ck, rename = ucformat.open(place), PIPELINE_NAMES if layout.is_pipeline else {}
+    ck = ucformat.open(place, view=FROM_JAX if layout.engine == "jax" else None)
+    rename = PIPELINE_NAMES if layout.is_pipeline else {}
     out: dict[tuple[str, str], Any] = {}
     for key in sorted(ck.tensors):  # `master` before `weight`
         names = (

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.engines_names import LAYERS
+from bench.engines_shared import GROUPS, HEADS, HIDDEN, LAYERS, VOCAB, WIDTH
 
-HIDDEN, HEADS, GROUPS, WIDTH, VOCAB = 8, 4, 2, 10, 32
 ROWS, LENGTH = 4, 6  # of a batch
 _HEAD = HIDDEN // HEADS
 _TOKENS = 19  # that occur
@@ -29,17 +26,12 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     )
 
 
-def groups_of(net: nn.Module) -> list[dict[str, Any]]:
-    """The groups that Megatron-Core's optimizer makes: only matrices decay."""
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a model."""
     matrices = [p for p in net.parameters() if p.dim() > 1]
-    vectors = [p for p in net.parameters() if p.dim() == 1]
-    groups = ((matrices, 0.01), (vectors, 0.0))
-    return [{"params": p, "weight_decay": decay} for p, decay in groups if p]
-
-
-def optimizer_of(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of groups."""
-    return torch.optim.AdamW(groups, lr=1e-2)
+    vectors = [p for p in net.parameters() if p.dim() == 1]  # a group in Megatron-Core, too
+    groups = [{"params": group} for group in (matrices, vectors) if group]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.01)
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:

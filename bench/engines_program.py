@@ -1,9 +1,9 @@
 """One engine of `bench.engines`, on each of its ranks: `engines_program.py JOB`.
 
-JOB is JSON of the form `{"engine", "options", "folder", "save", "loads": {source: rename}}`: the
-engine trains two steps, saves to `save` if that is given, and trains two more; then it loads each
-source, saves what it then has to `folder/SOURCE`, and trains two steps. `folder/told.json` has the
-losses, and whether reports and certificates were complete.
+JOB is JSON of the form `{"engine", "options", "folder", "save", "loads": {source: {"place", "view",
+"rename", "strict"}}}`. The engine trains two steps, saves to `save` if that is given, and trains two
+more; then it loads each source, saves what it then has to `folder/SOURCE`, and trains two steps.
+`folder/told.json` has the losses, and what reports and certificates lack.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+import ucformat
 from bench.engines_model import (
     Block,
     Embedding,
     Gpt,
     Head,
     batch_of,
-    groups_of,
     loss_of,
     optimizer_of,
 )
+from bench.engines_shared import AFTER, BEFORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BEFORE, AFTER = 2, 2  # steps
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.torch import Certificate
+
 #: What only DeepSpeed has: the scale of losses, which is 1 here.
 OF_DEEPSPEED = ["optimizer.loss_scaler.*"]
 
@@ -44,7 +47,7 @@ class Training(Protocol):
     def save(self, place: str) -> None:
         """Save both."""
 
-    def load(self, place: str, rename: dict[str, str]) -> list[str]:
+    def load(self, ck: Checkpoint, **options: Any) -> list[str]:
         """Load both, and return what is not as it was saved."""
 
 
@@ -57,7 +60,7 @@ class Plain:
         self.rank, self.ranks = 0, 1
         if dp:
             self._shard(dp, tp)
-        self.optimizer = optimizer_of(groups_of(self.net))
+        self.optimizer = optimizer_of(self.net)
 
     def _shard(self, dp: int, tp: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -102,12 +105,13 @@ class Plain:
 
         save({"model": self.net, "optimizer": self.optimizer}, place)
 
-    def load(self, place: str, rename: dict[str, str]) -> list[str]:
+    def load(self, ck: Checkpoint, **options: Any) -> list[str]:
         """See Training."""
-        from ucformat.torch import load
+        from ucformat.torch import certify, load
 
         state = {"model": self.net, "optimizer": self.optimizer}
-        return said(load(state, place, rename=rename, certify=True, leave=OF_DEEPSPEED))
+        report = load(state, ck, **options, leave=OF_DEEPSPEED)
+        return said(report, certify(state, ck, rename=options["rename"], leave=OF_DEEPSPEED))
 
 
 class DeepSpeed:
@@ -136,7 +140,7 @@ class DeepSpeed:
                 "memory_efficient_linear": False,
             },
         }
-        optimizer = optimizer_of(groups_of(self.net))
+        optimizer = optimizer_of(self.net)
         self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=optimizer, config=config)
 
     def step(self, number: int) -> float:
@@ -156,11 +160,12 @@ class DeepSpeed:
 
         ucd.save(self.engine, place)
 
-    def load(self, place: str, rename: dict[str, str]) -> list[str]:
+    def load(self, ck: Checkpoint, **options: Any) -> list[str]:
         """See Training."""
         import ucformat.torch.deepspeed as ucd
 
-        return said(ucd.load(self.engine, place, rename=rename, certify=True))
+        report = ucd.load(self.engine, ck, **options)
+        return said(report, ucd.certify(self.engine, ck, rename=options["rename"]))
 
 
 class Megatron:
@@ -183,15 +188,15 @@ class Megatron:
 
         ucm.save({**self.live.model(), "optimizer": self.live.optimizer}, place)
 
-    def load(self, place: str, rename: dict[str, str]) -> list[str]:
+    def load(self, ck: Checkpoint, **options: Any) -> list[str]:
         """See Training."""
         import ucformat.torch.megatron as ucm
 
         state = {**self.live.model(), "optimizer": self.live.optimizer}
-        report = ucm.load(state, place, rename=rename, certify=True, leave=OF_DEEPSPEED)
+        report = ucm.load(state, ck, **options, leave=OF_DEEPSPEED)
         for name, chunk in zip(self.live.model(), self.live.chunks, strict=True):
             chunk.module.load_state_dict(report.state[name])
-        return said(report)
+        return said(report, ucm.certify(state, ck, rename=options["rename"], leave=OF_DEEPSPEED))
 
 
 def mean(loss: torch.Tensor) -> float:
@@ -202,13 +207,16 @@ def mean(loss: torch.Tensor) -> float:
     return float(total) / ranks
 
 
-def said(report: Any) -> list[str]:
-    """Why a report is false."""
-    return (
-        []
-        if report
-        else [*map(str, report.left), *report.problems.lines(unexpected=True), str(report)]
+def said(report: Any, certificate: Certificate) -> list[str]:
+    """What a report or a certificate lacks, but for hyper-parameters: some engines save none."""
+    lines = [*report.left, *report.problems.lines(unexpected=True)]
+    faults = (
+        *certificate.different,
+        *certificate.missing,
+        *certificate.unexpected,
+        *certificate.uninitialised,
     )
+    return [line for line in (*lines, *map(str, faults)) if "hyper-parameters of" not in line]
 
 
 KINDS: dict[str, Callable[..., Training]] = {
@@ -235,8 +243,9 @@ def main(job: dict[str, Any]) -> None:
             training.step(step)
         training.save(job["save"])
         told["losses"][""] = [training.step(BEFORE + step) for step in range(AFTER)]
-    for source, (place, rename) in job["loads"].items():
-        told["problems"][source] = training.load(place, rename)
+    for source, load in job["loads"].items():
+        ck = ucformat.open(load["place"], view=load["view"])
+        told["problems"][source] = training.load(ck, rename=load["rename"], strict=load["strict"])
         training.save(f"{job['folder']}/{source}")
         told["losses"][source] = [training.step(BEFORE + step) for step in range(AFTER)]
     if dist.get_rank() == 0:
