@@ -185,20 +185,26 @@ def test_columns_that_are_none_are_refused(native: bool, tmp_path: Path) -> None
     fd = os.open(tmp_path / "file", os.O_RDONLY)
     try:
         assert _native.read_into(fd, 0, [(chunks, behind)], crcs) == 36
-        for columns_given, sums in [
+        refused: list[tuple[list[Any], Any]] = [
             ([(chunks[0], behind)], crcs),  # no dim of chunks
             ([(chunks, behind[:5])], crcs),  # not of all alike
             ([(chunks, behind[:0])], crcs),
             ([(chunks[:0], None)], array("I")),
             ([(chunks, behind)], crcs[:5]),
             ([(chunks, None)], crcs),
-        ]:
+        ]
+        for columns_given, sums in refused:
             with pytest.raises(ValueError, match=r"column|32 bits"):
                 _native.read_into(fd, 0, columns_given, sums)
-        broken: Any
-        for broken in ([chunks], [(chunks,)], [(chunks[:, ::2], None)], [(bytes(9), None)]):
+        broken: list[Any] = [
+            [chunks],
+            [(chunks,)],
+            [(chunks[:, ::2], None)],
+            [(bytes(9), None)],
+        ]
+        for case in broken:
             with pytest.raises((TypeError, ValueError, BufferError, SystemError)):
-                _native.read_into(fd, 0, broken, array("I", [0] * 3))
+                _native.read_into(fd, 0, case, array("I", [0] * 3))
         assert strided.checksums(bytes(range(16)), 8, 7).tolist() == [
             crc32c(bytes(range(8)), 7),
             crc32c(bytes(range(8, 16)), 7),

@@ -223,7 +223,9 @@ class Problems:
 
 _TENSOR = re.compile(r"(.*?) \(([^()]+)\)(?: is | in the checkpoint |$)")
 _VALUE = re.compile(r"the (?:object|per-rank value) (.*?)(?:: | is | cannot |$)")
-_GROUP = re.compile(r"(?:the hyper-parameter .*? of )?group \d+ of (.*?)(?:: | was | is |$)")
+_GROUP = re.compile(
+    r"(?:the hyper-parameter .*? of )?(?:group \d+ of (.*?)|optimizer group \d+)(?:: | was | is |$)"
+)
 
 
 def _is_of(line: str, strict: str | Sequence[str]) -> bool:
@@ -236,7 +238,8 @@ def _is_of(line: str, strict: str | Sequence[str]) -> bool:
     value = _VALUE.match(line) or _GROUP.match(line)
     if value is None:  # of several tensors, or of one that cannot be loaded as it is
         return True
-    return strict != "weights" and fits(value[1], *as_strings(strict))
+    # engines have one optimizer, which has no path
+    return strict != "weights" and fits(value[1] or "optimizer", *as_strings(strict))
 
 
 def fits(text: str, *patterns: str) -> bool:
