@@ -61,7 +61,7 @@ class Layout:
 
     def load(self, source: Layout, place: Path) -> dict[str, Any]:
         """How this engine loads what a source has saved: as what view, and under which names."""
-        view: list[dict[str, Any]] = FROM_JAX if source.engine == "jax" else []
+        view: list[Mapping[str, Any]] = FROM_JAX if source.engine == "jax" else []
         rename: dict[str, str] = {}
         if self.engine == "jax" and source.engine != "jax":
             names = PIPELINE_NAMES if source.is_pipeline else {}

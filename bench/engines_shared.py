@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 LAYERS, HIDDEN, HEADS, GROUPS, WIDTH, VOCAB = 2, 8, 4, 2, 10, 32
 BEFORE, AFTER = 2, 2  # steps: before a save, and after a save or load
 
@@ -22,13 +27,13 @@ NAMES_IN_PIPELINE = {
 #: The beginnings of the names of all parameters, also in pipelines.
 PARAMETERS = ["embedding.", "decoder.", "output_layer.", *(f"{n}." for n in range(LAYERS + 2))]
 #: What a checkpoint of JAX is for the other engines.
-FROM_JAX = [
+FROM_JAX: list[Mapping[str, Any]] = [
     {"give": "opt_state.0.count", "to": "params.*", "state": "step", "dtype": "float32"},
     {"rename_states": {"mu": "exp_avg", "nu": "exp_avg_sq"}},
     {"rename": r"/params\.(.*)/", "to": r"\1"},
 ]
 #: What a checkpoint of another engine is for JAX, but for the number of steps.
-TO_JAX = [
+TO_JAX: list[Mapping[str, Any]] = [
     {"rename_states": {"exp_avg": "mu", "exp_avg_sq": "nu"}},
     {"rename": "/(.*)/", "to": r"params.\1"},
 ]
