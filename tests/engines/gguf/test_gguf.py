@@ -201,6 +201,13 @@ class TestPublicTraps:
         with pytest.raises(IntegrityError, match="no power of two"):
             open_checkpoint(damaged(tmp_path / "tiny.gguf", at, struct.pack("<I", alignment)))
 
+    def test_an_alignment_whose_padding_fills_the_memory(self, tmp_path: Path, gguf: Any) -> None:
+        write(gguf, tmp_path / "tiny.gguf", alignment=64)
+        data = (tmp_path / "tiny.gguf").read_bytes()
+        at = data.index(b"general.alignment") + len("general.alignment") + 4
+        with pytest.raises(IntegrityError, match="the alignment 2,147,483,648"):
+            open_checkpoint(damaged(tmp_path / "tiny.gguf", at, struct.pack("<I", 1 << 31)))
+
     @pytest.mark.parametrize("size", [(1 << 42) + 1, (1 << 63) - 1, 0])
     def test_dims_whose_product_overflows(self, size: int, tmp_path: Path, gguf: Any) -> None:
         """ggml-org/llama.cpp#18674, #27203 and #24263: 2^64 bytes were none."""
@@ -258,6 +265,37 @@ def test_splits(tmp_path: Path, gguf: Any) -> None:
     third.write_bytes(second.read_bytes())
     with pytest.raises(IntegrityError, match="not the splits of one model"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("value", [["a"], "two", -1, 2.0])
+def test_splits_that_are_no_numbers(value: Any, tmp_path: Path, gguf: Any) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_key_value("split.count", value, gguf.GGUFValueType.get_type(value))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(IntegrityError, match=r"split\.count .*, which is no number"):
+        open_checkpoint(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_vocabulary_alone(padding: int, tmp_path: Path, gguf: Any) -> None:
+    """What `convert_hf_to_gguf.py --vocab-only` writes has no tensors, and no padding behind its header."""
+    writer = gguf.GGUFWriter(tmp_path / "vocab.gguf", "llama")
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    data = (tmp_path / "vocab.gguf").read_bytes() + bytes(padding)
+    assert len(data) % 32, "the end is aligned: write other tokens"
+    (tmp_path / "vocab.gguf").write_bytes(data)
+    ck = open_checkpoint(tmp_path / "vocab.gguf")
+    assert ck.objects["model_config"]["tokenizer.ggml.tokens"] == ["a", "bc"]
+    ucformat.export(tmp_path / "vocab.gguf", tmp_path / "again.gguf", "gguf")
+    assert (tmp_path / "again.gguf").read_bytes() == data
+    (tmp_path / "vocab.gguf").write_bytes(data + bytes(64))
+    with pytest.raises(IntegrityError, match="bytes after"):
+        open_checkpoint(tmp_path / "vocab.gguf")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 ALIGNMENT = 32  # if the file does not say otherwise
+_MAX_ALIGNMENT = 1 << 20  # an export writes padding from memory
 STATE = "blocks."  # and the type, in lower case: the state of a quantized tensor
 
 #: Types whose elements are numbers.
@@ -207,8 +208,12 @@ def read_header(read: Callable[[int], bytes], size: int, file: str) -> Header:
         raise cursor.damaged(
             f"has the alignment {reprlib.repr(alignment)}, which is no power of two"
         )
+    if alignment > _MAX_ALIGNMENT:
+        raise cursor.damaged(f"has the alignment {alignment:,}, more than {_MAX_ALIGNMENT:,}")
     raw = [_entry(cursor) for _ in range(tensors)]
     start = aligned(cursor.at, alignment)
+    if not tensors:  # as of a vocabulary alone, which llama.cpp's converter does not pad
+        start = min(start, size)
     entries = tuple(_placed(cursor, alignment, start, *entry) for entry in raw)
     _check_places(cursor, alignment, start, entries)
     return Header(version, alignment, values, entries, start)
@@ -270,5 +275,5 @@ def _check_places(cursor: _Cursor, alignment: int, start: int, entries: tuple[En
                 f"at {end}"
             )
         end, unknown = entry.start + entry.nbytes, not entry.dtype
-    if cursor.size > aligned(end, alignment) and entries and not unknown:
+    if cursor.size > aligned(end, alignment) and not unknown:
         raise cursor.damaged(f"has {cursor.size - end:,} bytes after its last tensor")

@@ -7,6 +7,7 @@ tensor of bytes, too, with which an export makes the same file again.
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.gguf.header import read_header
@@ -88,14 +89,14 @@ class OpenGguf(IndexedSource):
 
 
 def _check_splits(headers: dict[str, Header], *, part: bool) -> str | None:
-    """Check that files are all those of one model; returns what a file is a part of, or None."""
-    counts = {file: header.values.get(_SPLITS, 1) or 1 for file, header in headers.items()}
-    total = next(iter(counts.values()))
-    numbers = [header.values.get(_SPLIT, 0) for header in headers.values()]
-    if len({*counts.values()}) > 1 or len({*numbers}) < len(numbers):
+    """Check that files are all those of one model; returns what they are a part of, empty if of nothing."""
+    counts = [_split_value(header, _SPLITS, file) or 1 for file, header in headers.items()]
+    numbers = [_split_value(header, _SPLIT, file) for file, header in headers.items()]
+    total = counts[0]
+    if {*counts} != {total} or len({*numbers}) < len(numbers) or max(numbers) >= total:
         raise IntegrityError(
             f"{', '.join(headers)} are not the splits of one model: they say that there are "
-            f"{sorted({*counts.values()})}, and have the numbers {numbers}",
+            f"{sorted({*counts})}, and have the numbers {numbers}",
             hint="files of several models are mixed in one folder",
         )
     if len(headers) == total:
@@ -106,3 +107,11 @@ def _check_splits(headers: dict[str, Header], *, part: bool) -> str | None:
         f"{', '.join(headers)} say that there are {total} splits",
         hint="copy all splits of the model, and no other's",
     )
+
+
+def _split_value(header: Header, key: str, file: str) -> int:
+    """A number about the splits of a model; 0 in a file that is not one of several."""
+    value = header.values.get(key, 0)
+    if type(value) is not int or value < 0:
+        raise IntegrityError(f"{file} has the {key} {reprlib.repr(value)}, which is no number")
+    return value
