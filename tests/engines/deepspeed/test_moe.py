@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.sources.suite import SourceSuite, kept
+from ucformat.engines.deepspeed.autoep import StackedLayer
 from ucformat.engines.deepspeed.experts import Experts
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import (
@@ -388,6 +389,13 @@ class TestStacked:
             extents = list(source.extents(key, Box((2, 3, 0), (1, 4, 15))))
             assert {extent.file.removeprefix(f"{TAG}/") for extent in extents} <= files
 
+    @pytest.mark.parametrize("rows", [0, 2, 1 << 60])
+    def test_stacks_of_other_numbers_of_experts(self, rows: int) -> None:
+        experts = Experts(4, stacked={"moe.experts.w1": StackedLayer("moe.experts", 8, 2)})
+        assert experts.degree_of({"moe.experts.w1": (4, 3)}, {}, 2, "file") == 2
+        with pytest.raises(IntegrityError, match=f"have {rows} experts each"):
+            experts.degree_of({"moe.experts.w1": (rows, 3)}, {}, 2, "file")
+
     def test_ranks_that_hold_experts_in_another_order_are_refused(self, tmp_path: Path) -> None:
         """As DeepSpeed's descriptions may say (DeepSpeed 8544), so that ranks in order would be mixed up."""
 
@@ -408,6 +416,10 @@ class TestStacked:
             ({"num_experts": 5}, "no usable 'ds_autoep_layers'"),
             ({"ep_size": 4, "num_local_experts": 1, "expert_placement": None}, "expert-parallel"),
             ({"expert_key_prefix": 3}, "no usable 'ds_autoep_layers'"),
+            (  # numbers of which there are lists would fill the memory
+                {"num_experts": 1 << 40, "ep_size": 1, "num_local_experts": 1 << 40},
+                "no usable 'ds_autoep_layers'",
+            ),
             ({"checkpoint_format": "of another kind"}, "in the format 'of another kind'"),
             (
                 {"checkpoint_format": "zero3_partitioned", "checkpoint_format_version": 2},

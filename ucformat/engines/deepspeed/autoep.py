@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _KEYS = ("ds_autoep_layers", "autoep_layers")
 _FORMATS = {None: (None,), "per_expert_files": (None,), "zero3_partitioned": (1,)}
+_MAX_EXPERTS = 1_000_000  # of a layer; names of files and tensors have six digits
 #: The tensors of a layer.
 TENSORS = ("w1", "w2", "w3")
 
@@ -65,7 +66,7 @@ def stacked_layers(value: Mapping[str, Any], file: str) -> dict[int, StackedLaye
             for key in ("moe_layer_id", "num_experts", "num_local_experts", "ep_size")
         )
         numbers = (number, experts, local, degree)
-        usable = all(type(n) is int and n >= 0 for n in numbers) and isinstance(
+        usable = all(type(n) is int and 0 <= n <= _MAX_EXPERTS for n in numbers) and isinstance(
             entry.get("expert_key_prefix"), str
         )
         if not usable or local * degree != experts or not experts or number in layers:

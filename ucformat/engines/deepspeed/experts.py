@@ -140,11 +140,12 @@ class Experts:
         """The number of expert-parallel ranks that share a flat group; 1 without experts."""
         recorded = recorded_degree(hyper)
         numbers: dict[str, set[int]] = {}
+        in_stacks: dict[str, int] = {}  # no set of numbers: a file may say any number of rows
         not_of_expert = None
         for name, shape in shapes.items():
             match = _NAME.fullmatch(name)
             if name in self.stacked:
-                numbers[name] = set(range(shape[0] if shape else 0))
+                in_stacks[name] = shape[0] if shape else 0
             elif match is None:
                 not_of_expert = name
             else:
@@ -152,7 +153,8 @@ class Experts:
         degree = None if recorded is None else recorded // self.lanes
         if degree is None:
             degree = self.dp // parts if isinstance(parts, int) and 0 < parts <= self.dp else 1
-        if not numbers or degree < 1 or self.dp % degree:
+        has_experts = bool(numbers or in_stacks)
+        if not has_experts or degree < 1 or self.dp % degree:
             degree = 1
         if isinstance(parts, int) and parts * degree != self.dp:
             named = "" if recorded is None else f" named 'ep_size_{recorded}'"
@@ -168,25 +170,41 @@ class Experts:
                 f"{file} has {not_of_expert}, which is not an expert's, in a group that is sharded "
                 f"across {degree} ranks"
             )
-        if numbers and self.lanes > 1 and self.data_first and degree != self.dp:
+        if has_experts and self.lanes > 1 and self.data_first and degree != self.dp:
             raise UnsupportedError(
                 f"{file}: not yet read: experts under use_data_before_expert_parallelism that are "
                 f"held by {self.dp // degree} ranks each, across tensor-parallel ranks"
             )
-        # not all of them if the group was divided because of its size
-        for prefix, ids in numbers.items():
-            stack, ranks = self.stacked.get(prefix), degree * self.lanes
-            count = self.counts.get(prefix, 0) if stack is None else stack.experts
-            # a stack has all of a rank
-            whole = stack is None or (stack.degree == degree and len(ids) * ranks == count)
-            if not whole or count % ranks or max(ids, default=count) * ranks >= count:
-                raise IntegrityError(
-                    f"{file}: {degree * self.lanes} expert-parallel ranks have {len(ids)} "
-                    f"experts each of {prefix}*, but there "
-                    f"are files of {count}",
-                    hint="files of different saves are mixed in one folder",
-                )
+        self._check_shares(numbers, in_stacks, degree, file)
         return degree
+
+    def _check_shares(
+        self,
+        numbers: Mapping[str, Collection[int]],
+        in_stacks: Mapping[str, int],
+        degree: int,
+        file: str,
+    ) -> None:
+        """Check that each expert-parallel rank has its share of a group's experts."""
+        ranks = degree * self.lanes
+        for prefix, ids in numbers.items():
+            count = self.counts.get(prefix, 0)
+            # not all of a rank's experts if the group was divided because of its size
+            if count % ranks or max(ids) * ranks >= count:
+                raise _other_number(file, ranks, len(ids), prefix, count)
+        for name, own in in_stacks.items():
+            layer = self.stacked[name]
+            if layer.degree != degree or own * ranks != layer.experts:
+                raise _other_number(file, ranks, own, name, layer.experts)
+
+
+def _other_number(file: str, ranks: int, own: int, prefix: str, count: int) -> IntegrityError:
+    """The error for a rank whose number of experts is not its share of all."""
+    return IntegrityError(
+        f"{file}: {ranks} expert-parallel ranks have {own} experts each of {prefix}*, but there "
+        f"are files of {count}",
+        hint="files of different saves are mixed in one folder",
+    )
 
 
 def adopt_experts(
