@@ -11,6 +11,7 @@ from tests.sources.suite import SourceSuite, kept
 from ucformat.engines.deepspeed import swap
 from ucformat.engines.deepspeed.source import DeepSpeed
 from ucformat.errors import IntegrityError, MissingData, UnsupportedError
+from ucformat.reading.stand_ins import AttributedTensor
 from ucformat.storage.local import LocalStore
 from ucformat.testing.reading import read_tensor
 from ucformat.testing.sources import Sample
@@ -63,6 +64,15 @@ def test_a_swap_file_that_was_cut_short(copy: Path) -> None:
     info = next(i for i in tensors if (i.name, i.state) == ("embed.weight", "exp_avg"))
     with pytest.raises(IntegrityError, match="has 64 bytes"):
         read_tensor(source, info)
+
+
+def test_a_master_that_names_the_file_of_a_state_is_refused() -> None:
+    folder = swap.SwapFolder("", {"exp_avg-0_3.tensor.swp": 1024})
+    tensor = AttributedTensor("0", "float32", (0,), (1,), 0, 0, {"ds_id": "exp_avg-0_3"})
+    assert folder.restored(tensor, 256, "exp_avg", "it").shape == (256,)
+    for state in ("master", "exp_avg_sq"):
+        with pytest.raises(UnsupportedError, match="does not say in which swap file"):
+            folder.restored(tensor, 256, state, "it")
 
 
 def test_tensors_that_do_not_say_where_they_are_are_refused(

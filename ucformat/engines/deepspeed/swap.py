@@ -76,9 +76,9 @@ class SwapFolder:
         """
         if not isinstance(tensor, StoredTensor) or tensor.shape != (0,) or not elements:
             return tensor
-        called = tensor.attributes.get(_ID) if isinstance(tensor, AttributedTensor) else None
-        of_state = state == "master" or (called or "").startswith(f"{state}-")
-        if not called or not of_state or "/" in called:
+        called = tensor.attributes.get(_ID, "") if isinstance(tensor, AttributedTensor) else ""
+        names_state = "-" not in called if state == "master" else called.startswith(f"{state}-")
+        if not called or not names_state or "/" in called:
             raise UnsupportedError(
                 f"{label} is empty, and does not say in which swap file it is (offloaded to NVMe)",
                 hint=_HINT,
