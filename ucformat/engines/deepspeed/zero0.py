@@ -182,8 +182,9 @@ def _orders(candidates: list[Candidate], stacks: Collection[str]) -> list[list[C
     experts, behind those that a program gave.
     """
     made = tuple(f"{name.rpartition('.experts.')[0]}." for name in stacks)
-    last = [c for c in candidates if c.name.startswith(made)] if made else []
-    return [candidates, *([[c for c in candidates if c not in last] + last] if last else [])]
+    first = [c for c in candidates if not c.name.startswith(made)]
+    last = [c for c in candidates if c.name.startswith(made)]
+    return [candidates, first + last] if last else [candidates]
 
 
 def _match(
