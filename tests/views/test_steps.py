@@ -216,9 +216,11 @@ class TestGivenAndGathered:
     def test_they_must_be_equal_and_fit(self) -> None:
         assert self.stepped(4, 4, 4).view([self.gather])["count"].read() == 4
         for steps, message in (
-            ((4, 4, 5), "count .* several values: 4, 5"),
+            ((4, 4, 5), r"count .* several values: 4\.0, 5\.0"),
             ((4.5, 4.5), r"4\.5 does not fit int32"),
             ((np.nan,), "nan does not fit int32"),
+            ((0.0, -0.0), r"count .* several values: 0\.0, -0\.0"),
+            ((-0.0,), r"-0\.0 does not fit int32"),
             ((2.0**31,), "does not fit int32"),
         ):
             view = self.stepped(*steps).view([self.gather])

@@ -303,15 +303,17 @@ def _mean(arrays: Sequence[NDArray[Any]], formula: Formula) -> NDArray[Any]:
 def _equal(arrays: Sequence[NDArray[Any]], formula: Formula) -> NDArray[Any]:
     """Convert the value that all have; UsageError if they differ, or the dtype does not have it."""
     (first, *others), info = arrays, formula.info
-    if any(not np.array_equal(first, other) for other in others):
-        values = sorted({float(array.reshape(-1)[0]) for array in arrays})
+    if any(
+        other.tobytes() != first.tobytes() for other in others
+    ):  # so that NaNs are equal, and 0 and -0 not
+        values = list(dict.fromkeys(str(array.reshape(-1)[0]) for array in arrays))
         raise UsageError(
-            f"{info.key} would have several values: {', '.join(f'{v:g}' for v in values[:_SHOWN])}",
+            f"{info.key} would have several values: {', '.join(values[:_SHOWN])}",
             hint="gather the state of those tensors that have the same, and drop it of the others",
         )
     with np.errstate(invalid="ignore", over="ignore"):
         out = first.astype(numpy_dtype(info.dtype))
-        same = np.array_equal(out.astype(first.dtype), first)
+        same = out.astype(first.dtype).tobytes() == first.tobytes()
     if not same:
         raise UsageError(
             f"{info.key}: the value {first.reshape(-1)[0]} does not fit {info.dtype}",
