@@ -170,3 +170,24 @@ class TestPublicTraps:
         assert rows(tmp_path, PADDED) == STORED
         assert [m for m in caplog.messages if "run_config.yaml is no YAML" in m]
         assert [m for m in caplog.messages if "config.json is not used" in m]
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "a0: &a0 {k: 1}\n"
+            + "".join(f"a{i}: &a{i}\n  <<: [{f'*a{i - 1}, ' * 10}]\n" for i in range(1, 30)),
+            "model: !!int ''",
+            "model: !!bool perhaps",
+            "model: !!timestamp never",
+            "[" * 100_000,
+            f"a: {'b' * (5 << 20)}",
+        ],
+        ids=["merges", "int", "bool", "timestamp", "nested", "long"],
+    )
+    def test_hostile_runs_say_nothing(
+        self, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """PyYAML copies what merge keys merge, here 10^29 entries, and has errors of Python's own."""
+        (tmp_path / "run_config.yaml").write_text(text)
+        assert rows(tmp_path, PADDED) == STORED
+        assert [m for m in caplog.messages if "run_config.yaml is n" in m]

@@ -27,9 +27,8 @@ _log = logging.getLogger("ucformat")
 _FOLDERS = ("", "tokenizer/", "huggingface/", "context/", "context/nemo_tokenizer/")
 _BRIDGE, _NEMO = "run_config.yaml", "context/model.yaml"
 _MODEL_OF = {_BRIDGE: "model", _NEMO: "config"}  # the key of the model's settings
-_CONFIG, _TOKENIZER, _VOCAB, _ADDED = (
-    *("config.json", "tokenizer.json", "vocab.json", "added_tokens.json"),
-)
+_CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+_VOCAB, _ADDED = "vocab.json", "added_tokens.json"
 _INNER = ("text_config", "llm_config", "thinker_config")  # of models with several parts
 _MAX_RUN_BYTES = 4 << 20
 _MAX_INNER = 4  # levels of configurations inside each other
@@ -105,14 +104,13 @@ class FilesBeside:
 
     def _read_run(self, store: Store, keys: Iterable[str]) -> None:
         """Read the settings of the model in the first configuration of a run."""
-        import yaml
-
         for key in keys:
-            if store.info(key).size > _MAX_RUN_BYTES:
+            if (size := store.info(key).size) > _MAX_RUN_BYTES:
+                _log.warning("%s/%s is not used: it has %s bytes", store.url, key, f"{size:,}")
                 continue
             try:
-                value = yaml.safe_load(store.read(key))
-            except (yaml.YAMLError, ValueError, RecursionError) as error:
+                value = _plain_yaml(store.read(key))
+            except ValueError as error:
                 _log.warning("%s/%s is no YAML, and is not used: %s", store.url, key, error)
                 continue
             name = next(name for name in _MODEL_OF if key.endswith(name))
@@ -139,6 +137,21 @@ class FilesBeside:
 def padded_rows(size: int, multiple: int) -> int:
     """The rows that Megatron gives a vocabulary."""
     return -(-size // multiple) * multiple
+
+
+def _plain_yaml(text: bytes) -> Any:
+    """The value of a YAML document without merge keys; ValueError of any other."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node: Any) -> None:
+            """Leave merge keys (`<<`), which are errors then: a few that merge each other fill the memory."""
+
+    try:
+        return yaml.load(text, Loader)  # noqa: S506 - a safe one
+    # the last two are of scalars that are not what their tags say
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _vocab_size(config: Any, depth: int = 0) -> int | None:
