@@ -16,14 +16,12 @@ import ucformat.torch
 from tests.sources.suite import DATA, SourceSuite
 from tests.torch.ranks import Ranks
 from ucformat.checkpoint import open_checkpoint
-from ucformat.engines.verl.opened import _mesh_sizes
 from ucformat.errors import (
     AmbiguousLayout,
     IntegrityError,
     MissingData,
     UnsupportedError,
 )
-from ucformat.reading.stand_ins import Inert, StoredTensor
 from ucformat.testing import truth
 from ucformat.testing.sources import Sample, read_whole
 
@@ -209,16 +207,6 @@ def test_names_are_given_where_nothing_tells_them(copy: Path) -> None:
     assert "exp_avg" in {k.state for k in ck.tensors if k.name == "optimizer.0"}
     ck = ucformat.open(copy, options={"groups": [names[:-1]]})
     assert ck.metadata.groups[0]["params"] == names[:-1]
-
-
-def test_meshes_of_other_versions_of_pytorch() -> None:
-    """Before 2.9 a mesh has the tensor of its ranks, then a layout of shapes, then one of axes."""
-    ranks = StoredTensor("1", "int32", (2, 4), (4, 1), 0, 8)
-    assert _mesh_sizes(Inert("DeviceMesh", state={"mesh": ranks})) == (2, 4)
-    for shape, sizes in ((8, (8,)), ((2, 4), (2, 4)), (((2, 2), 2), (4, 2)), (None, None)):
-        layout = Inert("_MeshLayout", state={"shape": shape})
-        assert _mesh_sizes(Inert("DeviceMesh", state={"_layout": layout})) == sizes
-    assert _mesh_sizes(None) is None
 
 
 def test_the_megatron_backend(tmp_path: Path) -> None:

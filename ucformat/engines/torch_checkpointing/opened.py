@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ucformat.engines.torch_checkpointing.folder import DEFAULT_FILE, METADATA
 from ucformat.engines.torch_checkpointing.sharding import (
     SAFETENSORS,
@@ -261,13 +259,7 @@ class RankItems(Items):
         first = self.rank_files.opened(key, of_ranks[0])
         tensor = first.tensors[path]
         if isinstance(tensor, LocalPart):
-            file = first.file
-            assert isinstance(file, TorchFile)  # noqa: S101 - it was pickled
-
-            def read(t: StoredTensor) -> tuple[int, ...]:
-                return tuple(np.frombuffer(file.read(t), t.dtype).tolist())
-
-            return sharding_of_part(label, tensor, read)
+            return sharding_of_part(label, tensor)
         whole = _on(Sharding(tensor.dtype, tensor.shape), of_ranks[0])
         if len(ranks) == 1:
             return whole

@@ -7,29 +7,26 @@ of its tensors, for each the ranks that describe it alike, and the file of each 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ucformat.engines.torch_checkpointing.folder import METADATA
 from ucformat.errors import IntegrityError, UnsupportedError
 from ucformat.geometry.box import Box
-from ucformat.geometry.distribution import Cut, Distribution, RankMesh, order_of_cuts
-from ucformat.reading.stand_ins import Inert, StoredTensor
+from ucformat.sources.pickle.dtensors import distribution_of, distribution_of_part, is_size
 from ucformat.sources.pickle.unpickler import unpickle
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
+    from ucformat.geometry.distribution import Distribution
     from ucformat.reading.readable import StatePath as Path
     from ucformat.reading.stand_ins import LocalPart
     from ucformat.storage.base import Store
 
 _VERSION = "2.0"
 _MAX_METADATA = 2 << 30  # bytes
-_MAX_SIZE = 1 << 62  # of a dim or an offset
 _MAX_RANKS = 1 << 24
 #: The formats of files that have tensors.
 TORCH, SAFETENSORS = "TorchSerialization", "SafetensorsSerialization"
@@ -95,7 +92,7 @@ def read_metadata(store: Store) -> SavedItems:
             hint="load it with torch_checkpointing 0.1.1, and save it again",
         )
     world: Any = root.get("world_size")
-    if not _is_size(world) or not 0 < world <= _MAX_RANKS:
+    if not is_size(world) or not 0 < world <= _MAX_RANKS:
         raise _damaged(f"has the world size {world!r:.99}")
     out = SavedItems(world=world)
     try:
@@ -132,7 +129,7 @@ def _sharding(label: str, groups: Any, world: int) -> Sharding:
     kinds: dict[str, list[tuple[Any, tuple[int, ...]]]] = {}
     for group in groups:
         ranks = tuple(group["ranks"])
-        if not all(_is_size(rank) and rank < world for rank in ranks):
+        if not all(is_size(rank) and rank < world for rank in ranks):
             raise _damaged(f"names ranks of {label} that are none of its {world}")
         packed = group["sharding_metadata"]
         kinds.setdefault(_text(packed["type"]), []).append((packed["data"], ranks))
@@ -164,44 +161,6 @@ def _of_mesh(label: str, data: Any) -> Sharding:
     )
 
 
-def distribution_of(
-    label: str,
-    shape: tuple[int, ...],
-    sizes: tuple[int, ...],
-    ranks: tuple[int, ...],
-    placements: Sequence[tuple[str, Any, Any]],
-) -> Distribution:
-    """The distribution of a DTensor over a mesh.
-
-    Args:
-        placements: of each axis: `Shard`, `StridedShard` or `Replicate`, the dim and the split
-            factor.
-    """
-    if len(ranks) != math.prod(sizes) or len(set(ranks)) < len(ranks) or not ranks:
-        raise IntegrityError(f"{label} is on a mesh of {sizes} with the ranks {ranks!r:.99}")
-    if len(placements) != len(sizes):
-        raise IntegrityError(f"{label} has {len(placements)} placements on a mesh of {sizes}")
-    by_dim: dict[int, list[tuple[int, int, int]]] = {}
-    for axis, (kind, dim, factor) in enumerate(placements):
-        if kind == "Replicate":
-            continue
-        if kind not in ("Shard", "StridedShard"):
-            raise UnsupportedError(f"{label} has the placement {kind!r:.99}")
-        if not _is_size(dim) or dim >= len(shape) or not _is_size(factor):
-            raise IntegrityError(f"{label} is cut along {dim!r:.99} of {len(shape)} dims")
-        by_dim.setdefault(dim, []).append((axis, sizes[axis], factor))
-    cuts: list[Cut] = []
-    for dim, splits in sorted(by_dim.items()):
-        order = order_of_cuts([(degree, factor) for _, degree, factor in splits])
-        if order is None:
-            raise UnsupportedError(
-                f"{label} is cut in strides that no order of cuts over a mesh of {sizes} makes",
-                hint="redistribute it to plain shards before it is saved",
-            )
-        cuts += [Cut(dim, splits[i][0]) for i in order]
-    return Distribution(RankMesh.of(sizes, ranks), tuple(cuts))
-
-
 def _of_boxes(label: str, described: Sequence[tuple[Any, tuple[int, ...]]]) -> Sharding:
     """The boxes that ranks list; equal ones, of replicas, once."""
     boxes: dict[Box, Placed] = {}
@@ -222,79 +181,15 @@ def _of_boxes(label: str, described: Sequence[tuple[Any, tuple[int, ...]]]) -> S
     return Sharding(dtype, shape, None, tuple(boxes.values()))
 
 
-def sharding_of_part(
-    label: str, part: LocalPart, read: Callable[[StoredTensor], tuple[int, ...]]
-) -> Sharding:
-    """The sharding of a DTensor, as one rank has pickled it.
-
-    Args:
-        read: reads a tensor of integers.
-    """
-    spec = part.spec
-    mesh = spec.get("mesh") if isinstance(spec, Inert) else None
-    placements = spec.get("placements") if isinstance(spec, Inert) else None
-    if not isinstance(mesh, Inert) or not isinstance(placements, tuple):
-        raise _unknown(label)
-    kinds = [
-        (p.name.rpartition(".")[2].removeprefix("_"), p.get("dim"), p.get("split_factor", 1))
-        for p in placements
-        if isinstance(p, Inert)
-    ]
-    sizes, ranks = _mesh_of(label, mesh, read)
-    return Sharding(
-        part.tensor.dtype, part.shape, distribution_of(label, part.shape, sizes, ranks, kinds)
-    )
-
-
-def _mesh_of(
-    label: str, mesh: Inert, read: Callable[[StoredTensor], tuple[int, ...]]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The sizes and ranks of a pickled mesh, which may be some axes of a larger one."""
-    listed = mesh.get("mesh")  # until PyTorch 2.9
-    if isinstance(listed, StoredTensor):
-        return listed.shape, read(listed)
-    layout, every, own = (mesh.get(n) for n in ("_layout", "_flatten_rank_map", "_rank"))
-    if not isinstance(layout, Inert) or not isinstance(every, tuple) or own not in every:
-        raise _unknown(label)
-    steps = [_steps(axis) for axis in layout.get("axes", ())]
-    if not steps or not all(steps):
-        raise _unknown(label)
-    at = every.index(own)
-    first = at - sum(at // step % size * step for axis in steps for size, step in axis)
-    places = [
-        first + sum(map(sum, index))
-        for index in product(
-            *(
-                list(product(*([i * step for i in range(size)] for size, step in axis)))
-                for axis in steps
-            )
+def sharding_of_part(label: str, part: LocalPart) -> Sharding:
+    """The sharding of a DTensor, as one rank has pickled it."""
+    distribution = distribution_of_part(label, part)
+    if distribution is None:
+        raise UnsupportedError(
+            f"{label} is a DTensor whose mesh cannot be read, and {METADATA} does not describe it",
+            hint="save it with a resharder: ItemSpec(resharder=DefaultResharder())",
         )
-    ]
-    if not all(0 <= place < len(every) for place in places):
-        raise _unknown(label)
-    sizes = tuple(math.prod(size for size, _ in axis) for axis in steps)
-    return sizes, tuple(every[place] for place in places)
-
-
-def _steps(axis: Any) -> list[tuple[int, int]]:
-    """The sizes and strides of an axis of a mesh, among all ranks; none if they are not known."""
-    sizes, strides = (
-        (_flat(axis.get(name)) for name in ("shape", "stride"))
-        if isinstance(axis, Inert)
-        else ((), ())
-    )
-    return (
-        list(zip(sizes, strides, strict=True))
-        if len(sizes) == len(strides) and all(strides)
-        else []
-    )
-
-
-def _flat(value: Any) -> tuple[int, ...]:
-    """The numbers of a tuple of numbers and tuples, or one number."""
-    if isinstance(value, tuple):
-        return tuple(n for part in value for n in _flat(part))
-    return (value,) if _is_size(value) else ()
+    return Sharding(part.tensor.dtype, part.shape, distribution)
 
 
 def _dtype(text: Any) -> str:
@@ -307,13 +202,9 @@ def _text(value: Any) -> str:
     return value
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MAX_SIZE
-
-
 def _sizes(values: Any) -> tuple[int, ...]:
     out = tuple(values)
-    if not all(map(_is_size, out)):
+    if not all(map(is_size, out)):
         raise _damaged(f"has {values!r:.99} instead of sizes")
     return out
 
@@ -321,11 +212,4 @@ def _sizes(values: Any) -> tuple[int, ...]:
 def _damaged(problem: str) -> IntegrityError:
     return IntegrityError(
         f"{METADATA} {problem}", hint="the file is damaged; copy it again from where it was saved"
-    )
-
-
-def _unknown(label: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{label} is a DTensor whose mesh cannot be read, and {METADATA} does not describe it",
-        hint="save it with a resharder: ItemSpec(resharder=DefaultResharder())",
     )

@@ -24,14 +24,15 @@ from ucformat.errors import (
     option_text,
 )
 from ucformat.geometry.box import Box, row_major, unravel
-from ucformat.geometry.distribution import Cut, Distribution, RankMesh
+from ucformat.geometry.distribution import RankMesh
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping
-from ucformat.reading.stand_ins import Inert, LocalPart, StoredTensor
+from ucformat.reading.stand_ins import LocalPart, StoredTensor
 from ucformat.sources.base import groups_by_optimizer
 from ucformat.sources.distcp.opened import plain_value
 from ucformat.sources.index import IndexedSource, TensorIndex
 from ucformat.sources.model_files import read_json, root_files
 from ucformat.sources.pickle.allowed import PARTS
+from ucformat.sources.pickle.dtensors import distribution_of_part
 from ucformat.sources.pickle.file import TorchFile, open_file
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ucformat.engines.verl.folder import VerlOptions
+    from ucformat.geometry.distribution import Distribution
     from ucformat.geometry.tensor import Extent
     from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import Store
@@ -375,67 +377,32 @@ def _distribution(
             hint="save it with a version of PyTorch and veRL that gives FSDP a device mesh, or "
             "merge it with `python -m verl.model_merger`",
         )
-    mesh, placements = part.spec.get("mesh"), part.spec.get("placements")
-    sizes = _mesh_sizes(mesh)
-    at = mesh.get("_coordinate_on_dim") if isinstance(mesh, Inert) else None
-    if sizes is None or not isinstance(placements, tuple) or len(placements) != len(sizes):
+    distribution = distribution_of_part(where, part)
+    if distribution is None:
         raise UnsupportedError(
             f"{where} is placed on a device mesh that ucformat does not know",
             hint="report it with the version of PyTorch that saved it",
         )
-    if math.prod(sizes) != world or (at is not None and list(at) != list(unravel(rank, sizes))):
+    sizes = distribution.mesh.sizes
+    coordinate = tuple(unravel(rank, sizes))
+    recorded = part.spec.get("mesh").get("_coordinate_on_dim")
+    if distribution.mesh != RankMesh.of(sizes, range(world)) or recorded not in (
+        None,
+        coordinate,
+        list(coordinate),
+    ):
         raise UnsupportedError(
-            f"{where} is on {math.prod(sizes)} ranks at {at}, which is not how rank {rank} of "
-            f"{world} ranks in order would be",
+            f"{where} is on {distribution.mesh.size} ranks at {recorded}, which is not how rank "
+            f"{rank} of {world} ranks in order would be",
             hint="only meshes of all ranks, in their order, are read, as veRL makes them",
         )
-    cuts = []
-    for axis, placement in enumerate(placements):
-        kind = placement.name.rpartition(".")[2] if isinstance(placement, Inert) else ""
-        if kind == "Replicate":
-            continue
-        dim = placement.get("dim") if kind == "Shard" else None
-        if type(dim) is not int:
-            raise UnsupportedError(
-                f"{where} has the placement {kind or placement!r}; Shard and Replicate are read",
-                hint="save it from a model without tensor parallelism, as veRL's FSDP workers do",
-            )
-        cuts.append(Cut(dim, axis))
-    distribution = Distribution(RankMesh.of(sizes, range(world)), tuple(cuts))
-    if not distribution.fits(part.shape):
-        raise IntegrityError(f"{where} is cut along a dim that it does not have")
-    box = distribution.local(part.shape, tuple(unravel(rank, sizes)))
+    box = distribution.local(part.shape, coordinate)
     if part.tensor.shape != box.shape:
         raise IntegrityError(
             f"{where} has the shape {list(part.tensor.shape)}, not {list(box.shape)} as its "
             "placement implies"
         )
     return distribution
-
-
-def _mesh_sizes(mesh: Any) -> tuple[int, ...] | None:
-    """The sizes of a `DeviceMesh`: since PyTorch 2.9 it has a layout, before the tensor of its ranks."""
-    if not isinstance(mesh, Inert):
-        return None
-    layout, ranks = mesh.get("_layout"), mesh.get("mesh")
-    if isinstance(ranks, StoredTensor):
-        return ranks.shape
-    if not isinstance(layout, Inert):
-        return None
-    axes = layout.get("axes")
-    shapes = [a.get("shape") for a in axes if isinstance(a, Inert)] if axes else layout.get("shape")
-    shapes = shapes if isinstance(shapes, list | tuple) else [shapes]
-    sizes = tuple(math.prod(_leaves(shape)) for shape in shapes)
-    return sizes if sizes and all(n > 0 for n in sizes) else None
-
-
-def _leaves(shape: Any) -> Iterator[int]:
-    """The numbers in a shape of nested tuples; 0 for anything else."""
-    if isinstance(shape, tuple):
-        for inner in shape:
-            yield from _leaves(inner)
-    else:
-        yield shape if type(shape) is int else 0
 
 
 def _extra_states(store: Store, keys: list[str], allow: tuple[str, ...]) -> dict[str, Any]:
