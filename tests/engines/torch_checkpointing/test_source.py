@@ -198,12 +198,19 @@ def test_metadata_that_cannot_be_is_refused(tmp_path: Path) -> None:
             open_checkpoint(changed(copied("fsdp2", tmp_path / name), change))
 
 
-def test_metadata_of_another_shape_does_not_fit_the_files(tmp_path: Path) -> None:
-    def taller(metadata: Any) -> None:
-        for group in metadata["metadata"]["model"]["nested_path_to_metadata"]['["down.weight"]']:
-            group["sharding_metadata"]["data"]["global_shape"] = [12, 14]
+@pytest.mark.parametrize(
+    "change", [{"global_shape": [12, 14]}, {"global_shape": [4, 14]}, {"dtype": "torch.int32"}]
+)
+def test_metadata_of_another_tensor_does_not_fit_the_files(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Neither of a larger one, nor of a smaller one, of which all elements are there."""
 
-    ck = open_checkpoint(changed(copied("fsdp2", tmp_path), taller))
+    def other(metadata: Any) -> None:
+        for group in metadata["metadata"]["model"]["nested_path_to_metadata"]['["down.weight"]']:
+            group["sharding_metadata"]["data"] |= change
+
+    ck = open_checkpoint(changed(copied("fsdp2", tmp_path), other))
     with pytest.raises(IntegrityError, match="of different saves"):
         ck["down.weight", "weight"][...]
 

@@ -35,6 +35,7 @@ from ucformat.storage.concurrency import map_io
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from ucformat.engines.torch_checkpointing.sharding import Placed
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.readable import FileRecord
     from ucformat.reading.readable import StatePath as Path
@@ -135,28 +136,30 @@ class RankFiles:
             raise UnsupportedError(f"{file} has tensors in the format {kind!r:.99}")
         return leaves
 
-    def extents(self, key: str, rank: int, path: Path, local: Box) -> Iterator[tuple[Box, Extent]]:
-        """The extents of a box of a rank's local tensor, each with its box of the local tensor."""
-        leaves = self.opened(key, rank)
+    def extents(self, key: str, path: Path, sharding: Sharding, placed: Placed) -> Iterator[Extent]:
+        """The extents of a rank's local tensor, of which some box is read."""
+        leaves = self.opened(key, placed.rank)
         tensor = leaves.tensors.get(path)
-        file = self.files[key][rank][0]
-        label = f"{dotted((key, *path))} of rank {rank}"
+        file = self.files[key][placed.rank][0]
+        label = f"{dotted((key, *path))} of rank {placed.rank}"
         if tensor is None:
             raise MissingData(f"{file} does not have {label}")
         stored = tensor.tensor if isinstance(tensor, LocalPart) else tensor
-        if isinstance(leaves.file, TorchFile) and isinstance(stored, StoredTensor):
-            found = leaves.file.whole(stored)
-        else:
-            assert not isinstance(leaves.file, TorchFile)  # noqa: S101
-            found = leaves.file.extents(dotted(path))
-        whole = Box.whole(stored.shape)
-        if len(local.start) != len(stored.shape) or local.intersect(whole) != local:
+        whole, local = Box.whole(stored.shape), placed.local
+        fits = len(local.shape) == len(stored.shape) and whole.contains(local)
+        if sharding.distribution is not None:
+            fits = whole == local
+        if not fits or stored.dtype != sharding.dtype:
             raise IntegrityError(
-                f"{file}: {label} has the shape {stored.shape}, and not all of {local}",
+                f"{file}: {label} is {stored.dtype} of {list(stored.shape)}, and not "
+                f"{sharding.dtype} with {local}",
                 hint="the files and the metadata are of different saves, or the file is damaged",
             )
-        for extent in found:
-            yield local, extent
+        if isinstance(leaves.file, TorchFile) and isinstance(stored, StoredTensor):
+            yield from leaves.file.whole(stored)
+        else:
+            assert not isinstance(leaves.file, TorchFile)  # noqa: S101
+            yield from leaves.file.extents(dotted(path))
 
 
 class _Flattened:
@@ -303,8 +306,9 @@ class RankItems(Items):
         if within is None and sharding.boxes:
             prove(info, [(str(p.rank), p.box) for p in sharding.boxes])
         for placed in sharding.placed(within or Box.whole(info.shape)):
-            for local, extent in self.rank_files.extents(key, placed.rank, path, placed.local):
-                start = sum(i * s for i, s in zip(local.start, extent.strides, strict=True))
+            start_of_box = placed.local.start
+            for extent in self.rank_files.extents(key, path, sharding, placed):
+                start = sum(i * s for i, s in zip(start_of_box, extent.strides, strict=True))
                 yield Extent(placed.box, extent.file, extent.offset + start, extent.strides)
 
     def values(self, fqns: Iterable[str]) -> dict[str, TorchFile | OpaqueFile]:
