@@ -50,8 +50,8 @@ def test_some_axes_of_a_larger_mesh_are_those_of_the_rank_that_saved_it() -> Non
         (2, 2),
         (12, 13, 16, 17),
     )
-    for rank in ({}, {"_rank": 5}):
-        assert mesh_of(mesh(_layout=layout, _flatten_rank_map=root, **rank)) is None
+    for outside in (None, 5):
+        assert mesh_of(mesh(_layout=layout, _flatten_rank_map=root, _rank=outside)) is None
 
 
 def test_meshes_of_earlier_versions_of_pytorch() -> None:
