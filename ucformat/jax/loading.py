@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["Loaded", "load", "load_arrays"]
 
 _BATCH_BYTES = 256 << 20  # of arrays that are read to host memory before they are on their devices
+_MOST_LINES = 50  # of an error that lists what does not fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,9 +352,6 @@ class _Match:
             + "\n  ".join(most),
             hint="; ".join(hints) or None,
         )
-
-
-_MOST_LINES = 50
 
 
 def _sharding_of(leaf: Leaf) -> Any:

@@ -159,13 +159,13 @@ def _collect(
     values = [jax.random.key_data(a.value) if a.is_random_key else a.value for a in arrays]
     for value in values:  # all are on the way to the host before one is waited for
         begin_copy(value)
-    held = [parts_of(value, copy=copy) for value in values]
+    parts = [parts_of(value, copy=copy) for value in values]
     numbers: dict[Distribution | None, int] = {None: -1}
-    for part in held:
+    for part in parts:
         numbers.setdefault(part.distribution, len(numbers) - 1)
     shardings = [value.sharding for value in values if isinstance(value, jax.Array)]
     info = StateInfo(
-        tensors=tuple((info, part.pieces) for info, part in zip(infos, held, strict=True)),
+        tensors=tuple((info, part.pieces) for info, part in zip(infos, parts, strict=True)),
         objects=_objects(leaves),
         ranks={},
         groups=(),
@@ -174,12 +174,12 @@ def _collect(
         engine={"name": JAX, "version": jax.__version__},
         paths={info.key: (leaf.path,) for info, leaf in zip(infos, arrays, strict=True)},
         distributions=tuple(d for d in numbers if d is not None),
-        distributed=tuple(numbers[part.distribution] for part in held),
+        distributed=tuple(numbers[part.distribution] for part in parts),
     )
     folder = arguments.get("assets")
     assets = assets_in(folder) if folder is not None and not jax.process_index() else {}
     metadata = SaveMetadata.of(arguments, assets)
-    return _Collected(info, [part.memory for part in held], options, metadata)
+    return _Collected(info, [part.memory for part in parts], options, metadata)
 
 
 def _check_values(leaf: Leaf) -> None:

@@ -129,15 +129,18 @@ class _DecodedStore(SyntheticStore):
         PyTorch 2.13 itself decodes in the order of the list, and so none of several extensions.
         """
         try:
-            found = self._registry.from_descriptor_list(descriptors[::-1])
+            extensions = self._registry.from_descriptor_list(descriptors[::-1])
         except ValueError as error:
             raise UnsupportedError(
                 f"{self.url} was written through the stream extensions {', '.join(descriptors)}: {error}",
                 hint="Reader(path, _extension_registry), a registry that has them",
             ) from error
-        if strange := [e for e in found if not isinstance(e, StreamTransformExtension)]:
-            raise UnsupportedError(f"{strange[0]!r} is an extension of another kind")
-        return [e for e in found if isinstance(e, StreamTransformExtension)]
+        of_streams = []
+        for extension in extensions:
+            if not isinstance(extension, StreamTransformExtension):
+                raise UnsupportedError(f"{extension!r} is an extension of another kind")
+            of_streams.append(extension)
+        return of_streams
 
     def add(self, stored: ByteRange, descriptors: tuple[str, ...], most: int) -> ByteRange:
         """The range of a transformed item in a file of its own.

@@ -171,9 +171,12 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 "run": run,
                 "metrics": metrics,
                 "config": config,
+                "lineage": lineage,
+                "chunk_bytes": chunk_bytes,
+                "shard_bytes": shard_bytes,
+                "form": form != "zarr",
+                "group": group,
             }
-            options |= {"lineage": lineage, "chunk_bytes": chunk_bytes, "shard_bytes": shard_bytes}
-            options |= {"form": form != "zarr", "group": group}
             self._streams = stream_writer(
                 path,
                 _extensions,

@@ -204,19 +204,19 @@ class RankItems(Items):
         item = files.saved.items.get(key)
         described = item.shardings if item else {}
         map_io(lambda rank: files.opened(key, rank), ranks[:_MAX_OPEN])
-        found: dict[Path, list[int]] = {}
+        ranks_of: dict[Path, list[int]] = {}
         for rank in ranks:
             leaves = files.opened(key, rank)
             for path in leaves.tensors:
-                found.setdefault(path, []).append(rank)
+                ranks_of.setdefault(path, []).append(rank)
             for path, value in leaves.values.items():
                 self._add_value(key, path, rank, leaves, value)
-        if lost := [path for path in described if path not in found]:
+        if lost := [path for path in described if path not in ranks_of]:
             raise MissingData(
                 f"no rank's file of {key} has {dotted(lost[0])}, which {METADATA} describes",
                 hint="the files and the metadata are of different saves",
             )
-        for path, of_ranks in found.items():
+        for path, of_ranks in ranks_of.items():
             sharding = described.get(path)
             if sharding is None:
                 sharding = self._undescribed(key, path, of_ranks, ranks)
