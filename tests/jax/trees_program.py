@@ -292,3 +292,6 @@ def loads_are_refused(folder: str) -> None:
     for rename in ("params.{}".format, {"(.*)": r"params.\1"}):
         loaded = ucformat.jax.load({"params": {"w": array(4, 6)}}, place, rename=rename)
         assert loaded.state["params"]["w"].tolist() == numbers(4, 6).tolist()
+        key_data = {"params": {"key": array(2, dtype=np.uint32)}}
+        with pytest.raises(StateMismatch, match="was saved as random keys of threefry2x32"):
+            ucformat.jax.load(key_data, place, rename=rename)

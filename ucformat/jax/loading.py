@@ -284,7 +284,7 @@ class _Match:
             self.arrays[number] = _Wanted(stored, None)
         else:
             impl = random_keys_of(leaf).impl if leaf.is_random_key else ""
-            saved = self._impls.get(leaf.name, impl)
+            saved = self._saved_impl(stored, impl)
             if saved != impl:
                 here = f"random keys of {impl}" if impl else "an array of numbers"
                 self._others.append(
@@ -293,6 +293,12 @@ class _Match:
                 )
             _check_dtype(leaf.name, info.dtype)
             self.arrays[number] = _Wanted(stored, _sharding_of(leaf), impl)
+
+    def _saved_impl(self, stored: TensorInfo, default: str) -> str:
+        """The implementation of the random keys as which a tensor was saved; the default if nothing says it."""
+        paths = self._ck.metadata.paths.get(stored.key, ())
+        names = [".".join(map(str, path)) for path in paths] or [stored.name]
+        return next((self._impls[name] for name in names if name in self._impls), default)
 
     def _value(self, number: int, leaf: Leaf) -> None:
         label = f"the value {leaf.name}"
