@@ -118,6 +118,9 @@ LAYOUTS = {
     "Megatron TP × PP, 2 × 2": Layout(
         "megatron", 4, {"world": 4, "tp": 2, "pp": 2, "optimizer": "dp_reshardable"}
     ),
+    "Megatron-FSDP, 2": Layout(
+        "megatron", 2, {"world": 2, "fsdp": "optim_grads_params", "optimizer": "fsdp_dtensor"}
+    ),
     "JAX, 4 devices": Layout("jax", 1, {"devices": 4}),
 }
 

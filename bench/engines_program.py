@@ -169,12 +169,14 @@ class DeepSpeed:
 
 
 class Megatron:
-    """Megatron-Core; `options` are those of `tests/data/megatron/make.py`."""
+    """Megatron-Core or Megatron-FSDP; `options` are those of `tests/data/megatron/make.py`."""
 
     def __init__(self, **options: Any) -> None:
-        from tests.engines.megatron.live.train import Training as Live
+        from tests.engines.megatron.live.fsdp import FsdpTraining
+        from tests.engines.megatron.live.train import Training as CoreTraining
 
-        self.live = Live({"layers": 2, "swiglu": True, "vocab": 32, **options})
+        live = FsdpTraining if "fsdp" in options else CoreTraining
+        self.live = live({"layers": 2, "swiglu": True, "vocab": 32, **options})
 
     def step(self, number: int) -> float:
         """See Training."""
@@ -195,7 +197,8 @@ class Megatron:
         state = {**self.live.model(), "optimizer": self.live.optimizer}
         report = ucm.load(state, ck, **options, leave=OF_DEEPSPEED)
         for name, chunk in zip(self.live.model(), self.live.chunks, strict=True):
-            chunk.module.load_state_dict(report.state[name])
+            if name in report.state:  # a chunk of Megatron-FSDP is loaded itself
+                chunk.module.load_state_dict(report.state[name])
         return said(report, ucm.certify(state, ck, rename=options["rename"], leave=OF_DEEPSPEED))
 
 
