@@ -1,6 +1,6 @@
 """Every engine loads what every other has saved: the matrix of sources and targets, as in the paper's table.
 
-`python -m bench.engines [--json FILE] [LAYOUT …]`. A tiny Llama is trained for two steps under each
+`python -m bench.engines [--json FILE] [LAYOUT …]`, in three minutes. A tiny Llama is trained for two steps under each
 layout and saved, loaded under each, and saved again from there. A cell has the number of tensors,
 weights and states of the optimizer, and `=` if each is equal bit for bit, the reports and
 certificates are complete, and the next two losses are those of the uninterrupted run but for

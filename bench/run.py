@@ -49,6 +49,7 @@ BENCHMARKS = {
     "register": "Registering a tree again",
     "jobs": "Jobs over several processes",
     "paper": "The paper's sources and targets",
+    "engines": "Every engine under every other",
 }
 
 
