@@ -249,8 +249,9 @@ def _ring_bytes(matched: Sequence[Matched], at_once: int) -> int:
     """
     whole = sum(room(part_of(m, p, p.box)) for m in matched for p in m.target.pieces)
     batch = _aligned(STAGED_BYTES // 2)
-    most = max(2 * _aligned(STAGED_BYTES), (at_once + at_once // 4) * batch)
-    return whole if whole <= batch else most
+    if whole <= batch:
+        return whole
+    return max(2 * _aligned(STAGED_BYTES), min((at_once + at_once // 4) * batch, whole + batch))
 
 
 def _host_buffer(nbytes: int, devices: Sequence[torch.device]) -> torch.Tensor:
