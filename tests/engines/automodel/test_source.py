@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,26 @@ def test_shards_of_the_last_rank_are_missing(copy: Path) -> None:
         open_checkpoint(copy)
     with pytest.raises(NotACheckpoint, match="nothing tells how many saved"):
         ucformat.open(copy, options={"optimizer": False})
+
+
+def test_no_state_tells_the_shape_of_a_frozen_weight(tmp_path: Path) -> None:
+    """One rank's file does not tell whether others had more rows; states tell it of trained weights alone."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    sample = made(tmp_path, "safetensors", world=1)
+    assert read_whole(open_checkpoint(sample.path)) == sample.truth
+    (path,) = (sample.path / "model").glob("shard-00001-*")
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = dict(file.metadata())
+    places = json.loads(metadata["DCP_SHARDING_INFO"])
+    places["frozen"] = {"saved_offsets": [0, 0]}
+    metadata["DCP_SHARDING_INFO"] = json.dumps(places)
+    save_file({**tensors, "frozen": torch.ones(2, 3)}, path, metadata)
+    with pytest.raises(NotACheckpoint, match="nothing tells how many saved"):
+        open_checkpoint(sample.path)
+    assert "frozen" in ucformat.open(sample.path, options={"part": False}).names()
 
 
 def test_states_of_parameters_that_are_called_otherwise(copy: Path) -> None:

@@ -121,9 +121,9 @@ class OpenAutomodel(IndexedSource):
         ]
 
     def _check_shards(self, model: OpenSource, optimizer: OpenSource | None) -> None:
-        """Set what the shards are a part of, unless the optimizer's states prove their shapes."""
+        """Set what the shards are a part of, unless the optimizer's states prove the shape of each weight."""
         infos = self.contents.infos
-        proved = 0
+        unproved = {key.name for key, info in infos.items() if key.state == "weight" and info.shape}
         for key, info in infos.items():
             if not key.state.startswith("exp_avg") and key.state != "momentum_buffer":
                 continue
@@ -135,8 +135,8 @@ class OpenAutomodel(IndexedSource):
                         f"{key.state} {list(info.shape)}",
                         hint="shards of the last ranks are missing, or of another save: copy all files of the folder",
                     )
-                proved += 1
-        if not proved or optimizer is None:
+                unproved.discard(key.name)
+        if unproved or optimizer is None:
             self.part = getattr(model, "part", "") or ""
 
 
