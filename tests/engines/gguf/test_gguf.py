@@ -52,7 +52,7 @@ def write(
     writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(200)])
     writer.add_array("tokenizer.ggml.scores", [0.5] * 200)
     writer.add_array("tags", ["a", "b"])
-    found: Truth = {}
+    expected: Truth = {}
     plain = {
         "output_norm.weight": rng.standard_normal(7).astype("float32"),
         "rope_freqs.weight": rng.standard_normal((3, 5)).astype("float16"),
@@ -61,7 +61,7 @@ def write(
     }
     for name, array in plain.items():
         writer.add_tensor(name, array)
-        found |= truth({name: array})
+        expected |= truth({name: array})
     for kind in ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_NL", "TQ2_0", "MXFP4"):
         name = BLOCKS if kind == "Q4_0" else f"blk.0.{kind}.weight"
         quantized = getattr(gguf.GGMLQuantizationType, kind)
@@ -71,17 +71,17 @@ def write(
             values = rng.standard_normal((4, 2 * elements)).astype("float32")
             data = gguf.quants.quantize(values, quantized)
         writer.add_tensor(name, data, raw_dtype=quantized)
-        found |= truth({name: data}, f"blocks.{kind.lower()}")
+        expected |= truth({name: data}, f"blocks.{kind.lower()}")
     half = rng.integers(0, 256, (2, 6), dtype="uint8")
     writer.add_tensor("half", half, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    found["weight", "half"] = ("bfloat16", (2, 3), half.tobytes())
+    expected["weight", "half"] = ("bfloat16", (2, 3), half.tobytes())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     files = [path] if path.exists() else sorted(path.parent.glob("*-of-*"))
     tensors = {t.name: t for file in files for t in gguf.GGUFReader(file).tensors}
-    return tensors, found
+    return tensors, expected
 
 
 def headers_of(ck: Any) -> frozenset[tuple[str, str]]:
@@ -96,11 +96,11 @@ class TestGguf(SourceSuite):
     def sample(self, request: pytest.FixtureRequest, tmp_path: Path, gguf: Any) -> Sample:
         split = request.param == "split"
         (tmp_path / "model").mkdir()
-        _, found = write(gguf, tmp_path / "model" / "tiny.gguf", split=5 if split else 0)
+        _, expected = write(gguf, tmp_path / "model" / "tiny.gguf", split=5 if split else 0)
         place = "tiny.gguf" if request.param == "file" else "."
         extra = headers_of(open_checkpoint(tmp_path / "model"))
         assert len(extra) == (3 if split else 1)
-        return Sample(tmp_path / "model", place, "gguf", found, extra=extra)
+        return Sample(tmp_path / "model", place, "gguf", expected, extra=extra)
 
 
 def test_the_types_are_those_of_the_library(gguf: Any) -> None:
@@ -139,6 +139,8 @@ def test_an_export_is_the_same_file(split: int, through: str, tmp_path: Path, gg
     for name in files:
         again = (tmp_path / "again" / name).read_bytes()
         assert again == (tmp_path / "model" / name).read_bytes(), name
+    with pytest.raises(UsageError, match=r"'model\.GGUF' is not the name"):  # which no source opens
+        ucformat.export(place, tmp_path / "again", "gguf", name="model.GGUF")
     one = tmp_path / "one" / "model.gguf"
     one.parent.mkdir()
     if split:
@@ -187,10 +189,10 @@ class TestPublicTraps:
     @pytest.mark.parametrize("alignment", [8, 16, 64, 256])
     def test_alignments(self, alignment: int, tmp_path: Path, gguf: Any) -> None:
         """ollama/ollama#18130: 32 was taken for any alignment, and each tensor was its neighbour."""
-        _, found = write(gguf, tmp_path / "tiny.gguf", alignment=alignment)
+        _, expected = write(gguf, tmp_path / "tiny.gguf", alignment=alignment)
         ck = open_checkpoint(tmp_path / "tiny.gguf")
         read = read_whole(ck)
-        assert {k: v for k, v in read.items() if k[0] != "header"} == found
+        assert {k: v for k, v in read.items() if k[0] != "header"} == expected
 
     @pytest.mark.parametrize("alignment", [0, 3])
     def test_an_alignment_that_is_none(self, alignment: int, tmp_path: Path, gguf: Any) -> None:

@@ -41,7 +41,7 @@ class GgufOptions(ExportOptions):
     )
 
     def __post_init__(self) -> None:
-        if self.name is not None and (not self.name.lower().endswith(".gguf") or "/" in self.name):
+        if self.name is not None and (not self.name.endswith(".gguf") or "/" in self.name):
             raise UsageError(
                 f"{self.name!r} is not the name of a .gguf file",
                 hint="choose one such as model.gguf",
