@@ -234,11 +234,10 @@ def check_world(files: TagFiles, mp: int, dp: int | None, *, optims: bool = True
         dp: number of data-parallel ranks; None: optimizer files are optional.
         optims: whether optimizer files must exist; if not, there must be none.
     """
-    of_experts = [(rank, key) for rank, keys in files.experts.items() for key in keys.values()]
-    of_experts += [
-        (rank, key) for rank, keys in files.expert_optims.items() for key in keys.values()
-    ]
-    if (extra := next((key for rank, key in of_experts if rank >= mp), None)) is not None:
+    by_rank = [(rank, keys.values()) for rank, keys in files.experts.items()]
+    by_rank += [(rank, keys.values()) for rank, keys in files.expert_optims.items()]
+    beyond = (key for rank, keys in by_rank if rank >= mp for key in keys)
+    if (extra := next(beyond, None)) is not None:
         raise IntegrityError(
             f"{extra} does not belong to this checkpoint, which was saved by {mp} model-parallel ranks",
             hint="an earlier save by more ranks left it; move it elsewhere",

@@ -185,15 +185,10 @@ def _read_experts(
         if files.zero3:
             out.append([partitioned_experts(stage[0])])
             continue
+        rows = load_all(load, [tuple(by_number.values()) for by_number in keys])
         opened = [
-            dict(
-                zip(
-                    by_number,
-                    [row[0] for row in load_all(load, [[k] for k in by_number.values()])],
-                    strict=True,
-                )
-            )
-            for by_number in keys
+            dict(zip(by_number, row, strict=True))
+            for by_number, row in zip(keys, rows, strict=True)
         ]
         out.append(adopt_experts(models, opened, degrees.dp))
     return out
