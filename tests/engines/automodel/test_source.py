@@ -36,12 +36,12 @@ def made(folder: Path, form: str, world: int = 2) -> Sample:
     place = folder / "checkpoints" / PLACE
     place.mkdir(parents=True)
     arrays = RANKS.run("save", world, folder / "ranks", place=str(place), form=form)[0]
-    found: dict[Any, Any] = {}
+    expected: dict[Any, Any] = {}
     for key, array in arrays.items():
         state, _, name = key.partition("/")
-        found |= truth({name: array}, state)
-    trained = [list(dict.fromkeys(name for state, name in found if state == "exp_avg"))]
-    return Sample(folder / "checkpoints", PLACE, "automodel", found, {}, trained, 2)
+        expected |= truth({name: array}, state)
+    trained = [list(dict.fromkeys(name for state, name in expected if state == "exp_avg"))]
+    return Sample(folder / "checkpoints", PLACE, "automodel", expected, {}, trained, 2)
 
 
 @pytest.fixture(scope="module")

@@ -34,8 +34,8 @@ def scaled(tmp_path: Path, name: str, factors: dict[int, float], change: Any = N
         state["module"][name] = tensor * factors[rank]
         maps = state["universal_checkpoint_info"]["affine_map"]["params"]
         ranks = next(v for k, v in maps.items() if k.replace("\\", "").strip("^$") == name)["ranks"]
-        for number, held in ranks.items():
-            for piece in held["pieces"]:
+        for number, part in ranks.items():
+            for piece in part["pieces"]:
                 piece["scale"] = factors[number]
         torch.save(state, path)
     return folder
@@ -82,8 +82,8 @@ def test_a_value_that_was_lost_is_refused(tmp_path: Path) -> None:
         state = torch.load(path, weights_only=False)
         for pattern, entry in state["universal_checkpoint_info"]["affine_map"]["params"].items():
             if "norm" in pattern and "layers" not in pattern:
-                for held in entry["ranks"].values():
-                    held["pieces"][0]["scale"] = 0.5
+                for part in entry["ranks"].values():
+                    part["pieces"][0]["scale"] = 0.5
         torch.save(state, path)
     with pytest.raises(UnsupportedError, match="not exactly a float32"):
         open_checkpoint(folder)[NORM].read()

@@ -59,9 +59,9 @@ def test_every_tensor_is_accelerates_bit_for_bit(folder: Path) -> None:
     ck = ucformat.open(folder, options=WHOLE)
     assert ck.kind == "offload"
     loader = OffloadedWeightsLoader(save_folder=str(folder))
-    found = read_whole(ck)
-    assert {name for _, name in found} == set(loader) == set(tensors())
-    for (_, name), (dtype, shape, data) in found.items():
+    read = read_whole(ck)
+    assert {name for _, name in read} == set(loader) == set(tensors())
+    for (_, name), (dtype, shape, data) in read.items():
         expected = loader[name]
         assert (dtype, shape) == (str(expected.dtype).removeprefix("torch."), tuple(expected.shape))
         assert data == raw(expected) == raw(tensors()[name])

@@ -316,12 +316,12 @@ def test_cuts_that_are_not_described_are_refused(made: Callable[[str], Path]) ->
 
 
 def test_halves_of_experts_are_refused(made: Callable[[str], Path]) -> None:
-    for found in facts(made("both") / "both-halves")["ranks"]:
-        assert found["told"].startswith("UnsupportedError")
-        assert "an expert's, of which no other rank has the rest" in found["told"]
-        assert found["opened"].startswith("UnsupportedError")
-        assert "no other rank has the rest" in found["opened"]
-        assert not found["committed"]
+    for rank in facts(made("both") / "both-halves")["ranks"]:
+        assert rank["told"].startswith("UnsupportedError")
+        assert "an expert's, of which no other rank has the rest" in rank["told"]
+        assert rank["opened"].startswith("UnsupportedError")
+        assert "no other rank has the rest" in rank["opened"]
+        assert not rank["committed"]
 
 
 @pytest.mark.parametrize(
