@@ -24,7 +24,6 @@ from ucformat.errors import (
     option_text,
 )
 from ucformat.geometry.box import Box, row_major, unravel
-from ucformat.geometry.distribution import RankMesh
 from ucformat.reading.readable import CheckpointMetadata, LazyMapping
 from ucformat.reading.stand_ins import LocalPart, StoredTensor
 from ucformat.sources.base import groups_by_optimizer
@@ -32,7 +31,7 @@ from ucformat.sources.distcp.opened import plain_value
 from ucformat.sources.index import IndexedSource, TensorIndex
 from ucformat.sources.model_files import read_json, root_files
 from ucformat.sources.pickle.allowed import PARTS
-from ucformat.sources.pickle.dtensors import distribution_of_part
+from ucformat.sources.pickle.dtensors import distribution_of_part, rank_mesh
 from ucformat.sources.pickle.file import TorchFile, open_file
 from ucformat.sources.pickle.optimizer import Module, Optimizer, add_optimizer, is_optimizer
 
@@ -386,7 +385,7 @@ def _distribution(
     sizes = distribution.mesh.sizes
     coordinate = tuple(unravel(rank, sizes))
     recorded = part.spec.get("mesh").get("_coordinate_on_dim")
-    if distribution.mesh != RankMesh.of(sizes, range(world)) or recorded not in (
+    if distribution.mesh != rank_mesh(sizes, tuple(range(world))) or recorded not in (
         None,
         coordinate,
         list(coordinate),

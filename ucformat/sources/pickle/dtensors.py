@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, UnsupportedError
@@ -55,7 +56,8 @@ def distribution_of(
         placements: of each axis: `Shard`, `StridedShard` or `Replicate`, the dim and the split
             factor.
     """
-    if len(ranks) != math.prod(sizes) or len(set(ranks)) < len(ranks) or not ranks:
+    mesh = rank_mesh(sizes, ranks)
+    if mesh is None:
         raise IntegrityError(f"{label} is on a mesh of {sizes} with the ranks {ranks!r:.99}")
     if len(placements) != len(sizes):
         raise IntegrityError(f"{label} has {len(placements)} placements on a mesh of {sizes}")
@@ -80,13 +82,24 @@ def distribution_of(
                 hint="redistribute it to plain shards before it is saved",
             )
         cuts += [Cut(dim, splits[i][0]) for i in order]
-    return Distribution(RankMesh.of(sizes, ranks), tuple(cuts))
+    return Distribution(mesh, tuple(cuts))
+
+
+@lru_cache(maxsize=64)  # all tensors of a file have a few, of perhaps thousands of ranks
+def rank_mesh(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> RankMesh | None:
+    """The mesh of ranks in row-major order; None if they are not one for each coordinate."""
+    if len(ranks) != math.prod(sizes) or len(set(ranks)) < len(ranks) or not ranks:
+        return None
+    return RankMesh.of(sizes, ranks)
 
 
 def mesh_of(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The sizes and the ranks of a pickled `DeviceMesh`, in row-major order; None if they cannot be read."""
-    if not isinstance(mesh, Inert):
-        return None
+    return _mesh_of(mesh) if isinstance(mesh, Inert) else None
+
+
+@lru_cache(maxsize=64)  # the tensors of a file share theirs
+def _mesh_of(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     tensor, axes = mesh.get("mesh"), _axes(mesh.get("_layout"))
     if isinstance(tensor, StoredTensor):  # until PyTorch 2.9
         sizes = tensor.shape
