@@ -315,7 +315,7 @@ class _Match:
         self.values[number] = value
 
     def left(self, leave: Sequence[str]) -> tuple[str, ...]:
-        """Return what the checkpoint has of the entries at the root of the tree, and the tree has no place for."""
+        """Return what the tree has no place for, among what the checkpoint has of the entries at its root."""
         roots = {str(leaf.path[0]) for leaf in self._leaves if leaf.path}
         out = []
         for key in self._ck.tensors.keys() - self._asked:

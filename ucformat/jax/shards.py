@@ -103,8 +103,8 @@ def _slices(box: Box, within: Box) -> tuple[slice, ...]:
 def distribution_of(sharding: Any) -> Distribution | None:
     """Return how processes hold an array, from the names of the mesh axes that cut its dims; None if that is not known.
 
-    It is what the processes would hold if each had a block of the mesh; whether this one does, who
-    states the distribution compares.
+    It is what the processes would hold if each had a block of the mesh; whoever states the
+    distribution compares it with what this one holds.
     """
     if not isinstance(sharding, NamedSharding):
         return None

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: that of torch_checkpointing, which saves and loads universal checkpoints."""
+"""torch_checkpointing's `CheckpointManager`, which saves and loads universal checkpoints."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class CheckpointManager(theirs.CheckpointManager):
             checkpoint: the values of the items; an integer `step` is that of the training, too.
 
         Returns:
-            of asynchronous saves what is done when the checkpoint is committed; None of others.
+            a future that is done when the checkpoint is committed; None if saves are synchronous.
 
         Raises:
             Conflict: a checkpoint exists there.
