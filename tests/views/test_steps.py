@@ -236,6 +236,7 @@ class TestGivenAndGathered:
             (self.counted(), self.give | {"to": "q.*"}, "no tensor is called q"),
             (self.counted(dtype="bool"), self.give, "is bool, which is no number"),
             (self.stepped(1), self.give | {"give": "p.0"}, "has the states weight, step"),
+            (self.counted(1), self.give | {"to": "count"}, "count would be given to itself alone"),
             (self.stepped(1), self.gather | {"state": "lr"}, "p.0 has no state lr"),
             (self.stepped(1), self.gather | {"into": "p.0"}, "would be called p.0"),
         ):

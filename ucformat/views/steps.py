@@ -709,6 +709,8 @@ def _give(table: ViewTable, step: schema.Give, where: str) -> None:
             raise LayoutError(f"{name} has a state {step.state} already")
         own = one_value(table, name, step.state, [states["weight"]], step.dtype)
         out[name] = [(name, replace(entry, states={**entry.states, step.state: own}))]
+    if len(out) == 1:
+        raise LayoutError(f"{step.give} would be given to itself alone")
     table.put(out, where)
 
 
