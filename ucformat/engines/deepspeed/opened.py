@@ -518,7 +518,9 @@ def _shape(rank_slice: Slice, name: str) -> tuple[int, ...]:
         if Key(name, state) in infos:
             return infos[Key(name, state)].shape
     tensor = rank_slice.model.module.get(name)
-    shape = rank_slice.model.described.get(name) if tensor is None else tensor.shape
+    shape = rank_slice.model.described.get(name)
+    if tensor is not None and tensor.numel > 0:  # under ZeRO 3 the module's tensors are empty
+        shape = tensor.shape
     return next(i.shape for k, i in infos.items() if k.name == name) if shape is None else shape
 
 
