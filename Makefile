@@ -64,7 +64,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## test: the first tier, in about 10 minutes on two cores: every behaviour and every family once from end to end
+## test: the first tier, in about 30 minutes on two cores: every behaviour and every family once from end to end
 test: check $(ENGINE) $(ORBAX) $(MEGATRON) $(CHECKPOINTING)
 	$(COMPILE)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not matrix"
