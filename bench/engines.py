@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -59,22 +58,25 @@ class Layout:
         """Whether parameters have the names of DeepSpeed's pipelines."""
         return self.engine == "deepspeed" and "pp" in self.options
 
+    @property
+    def view(self) -> list[Mapping[str, Any]]:
+        """What a checkpoint is under the names of the whole model, with the states of PyTorch's AdamW."""
+        if self.is_pipeline:
+            return [{"rename": f"/{name}/", "to": to} for name, to in PIPELINE_NAMES.items()]
+        return FROM_JAX if self.engine == "jax" else []
+
     def load(self, source: Layout, place: Path) -> dict[str, Any]:
         """How this engine loads what a source has saved: as what view, and under which names."""
-        view: list[Mapping[str, Any]] = FROM_JAX if source.engine == "jax" else []
-        rename: dict[str, str] = {}
-        if self.engine == "jax" and source.engine != "jax":
-            names = PIPELINE_NAMES if source.is_pipeline else {}
-            view = [{"rename": f"/{name}/", "to": to} for name, to in names.items()]
+        view = source.view
+        if self.engine == "jax":
             # Megatron-Core has one step for a group of parameters
-            view += TO_JAX if source.engine == "megatron" else [*TO_JAX, COUNT_FOR_JAX]
-        elif self.engine == "jax":
-            view = []
-        elif self.is_pipeline != source.is_pipeline:
-            rename = NAMES_IN_PIPELINE if self.is_pipeline else PIPELINE_NAMES
-        # optax saves no hyper-parameters
-        strict = PARAMETERS if source.engine == "jax" else "report"
-        return {"place": str(place), "view": view or None, "rename": rename, "strict": strict}
+            view = [*view, *TO_JAX, *([] if source.engine == "megatron" else [COUNT_FOR_JAX])]
+        return {
+            "place": str(place),
+            "view": view or None,
+            "rename": NAMES_IN_PIPELINE if self.is_pipeline else {},
+            "strict": PARAMETERS if source.engine == "jax" else "report",  # no hyper-parameters
+        }
 
     def run(self, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         """Do a job on all ranks; what they tell."""
@@ -200,16 +202,12 @@ def differences(one: Path, source: Layout, other: Path, target: Layout) -> tuple
 
 def tensors_of(place: Path, layout: Layout) -> dict[tuple[str, str], Any]:
     """The values of a checkpoint by name in the whole model and state; the weights are those in full precision."""
-    ck = ucformat.open(place, view=FROM_JAX if layout.engine == "jax" else None)
-    rename = PIPELINE_NAMES if layout.is_pipeline else {}
+    ck = ucformat.open(place, view=layout.view or None)
     out: dict[tuple[str, str], Any] = {}
     for key in sorted(ck.tensors):  # `master` before `weight`
-        names = (
-            m.expand(to) for pattern, to in rename.items() if (m := re.fullmatch(pattern, key.name))
-        )
-        name, state = next(names, key.name), "weight" if key.state == "master" else key.state
+        state = "weight" if key.state == "master" else key.state
         if state not in BESIDE:
-            out.setdefault((name, state), ck[key][...])
+            out.setdefault((key.name, state), ck[key][...])
     return out
 
 

@@ -17,8 +17,6 @@ import ucformat.jax
 from bench.engines_shared import AFTER, BEFORE, GROUPS, HEADS, HIDDEN, LAYERS, VOCAB, WIDTH
 
 _HEAD = HIDDEN // HEADS
-#: What optax has no place for: copies of the weights, which are in full precision themselves.
-OTHERS = ["*.master"]
 _OPTIMIZER = optax.adamw(1e-2, weight_decay=0.01)
 
 
@@ -144,7 +142,8 @@ def run(text: str) -> None:
         }
         if steps := {group["step"] for group in ck.metadata.groups if "step" in group}:
             del target["opt_state"][0]["count"]
-        loaded = ucformat.jax.load(target, ck, leave=OTHERS)
+        loaded = ucformat.jax.load(target, ck)
+        # optax has no place for copies of weights that are in full precision themselves
         told["problems"][source] = [line for line in loaded.left if "(master)" not in line]
         params, moments = loaded.state["params"], loaded.state["opt_state"][0]
         count = jnp.full_like(adam.count, *steps) if steps else moments["count"]
