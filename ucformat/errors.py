@@ -76,6 +76,12 @@ def first_names(names: Iterable[object], most: int, separator: str = ", ") -> st
     return separator.join(texts[:most]) + others
 
 
+def first_lines(lines: Sequence[str], most: int) -> list[str]:
+    """Shorten a list of lines in a message to the first of them, and a line for how many others there are."""
+    others = [f"and {len(lines) - most:,} more"] if len(lines) > most else []
+    return [*lines[:most], *others]
+
+
 class UcformatError(Exception):
     """Base class of all errors of ucformat; `exit_code` is the exit status of the command line.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import Conflict, StateMismatch, UsageError
+from ucformat.errors import Conflict, StateMismatch, UsageError, first_lines
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.jax.ranks import processes_for_call
@@ -343,9 +343,6 @@ class _Match:
         lines = problems.lines(unexpected=True)
         if not lines:
             return
-        most = lines[:_MOST_LINES]
-        if len(lines) > len(most):
-            most.append(f"and {len(lines) - len(most)} more")
         hints = []
         if problems.missing:
             hints.append("rename=, or a view, maps the checkpoint's names to those of the tree")
@@ -355,7 +352,7 @@ class _Match:
             hints.append("leave= names what has no place in the tree")
         raise StateMismatch(
             f"{self._ck.url} does not fit the tree to be loaded; nothing was read:\n  "
-            + "\n  ".join(most),
+            + "\n  ".join(first_lines(lines, _MOST_LINES)),
             hint="; ".join(hints) or None,
         )
 

@@ -53,7 +53,7 @@ __all__ = [
 #: Data to write or to hash: any contiguous buffer.
 Bytes = bytes | bytearray | memoryview
 
-#: The CRC-32C of each of several buffers: a list, or an array of type `I`.
+#: The CRC-32C of each of several buffers: a list, or of `ChunkBuffers` an array of type `I`.
 Checksums = MutableSequence[int]
 
 #: Prefix of the names of temporary files and locks, which `Store.list` does not return.

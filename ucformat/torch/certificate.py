@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from ucformat.errors import NotCertified
+from ucformat.errors import NotCertified, first_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,10 +103,9 @@ class Certificate:
             for verdict, entries in self._faults().items()
             for entry in entries
         ]
-        more = [f"and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
         error = NotCertified(
             f"the state is not the one that was saved in {self.url}:\n  "
-            + "\n  ".join([*lines[:_SHOWN], *more]),
+            + "\n  ".join(first_lines(lines, _SHOWN)),
             hint=(
                 "training on would go on from something else; leave= names what the state is not "
                 "meant to have"

@@ -79,10 +79,10 @@ class FilesBeside:
         if not claims:
             sizes = {n for n in tokens.values() if multiple and padded_rows(n, multiple) == stored}
         if len(sizes) > 1 or any(max((n, *tokens.values())) > n or n > stored for n in sizes):
-            told = {**claims, **tokens, "the tensor": stored}
+            rows_by_source = {**claims, **tokens, "the tensor": stored}
             raise AmbiguousLayout(
                 "it is not clear which rows of the vocabulary are padding: "
-                + ", ".join(f"{rows:,} rows by {where}" for where, rows in told.items()),
+                + ", ".join(f"{rows:,} rows by {where}" for where, rows in rows_by_source.items()),
                 hint=f"give the number without padding: {option_text('vocab_size', '50257')}",
             )
         return next(iter(sizes), None)

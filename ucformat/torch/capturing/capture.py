@@ -18,6 +18,7 @@ from ucformat.errors import (
     UnsupportedError,
     UsageError,
     check_keywords,
+    first_lines,
     first_names,
 )
 from ucformat.geometry.box import Box, bounding_box
@@ -270,11 +271,9 @@ class CapturedLayout:
             if name in tensors and tensors[name].is_meta and tensors[name].numel()
         ]
         if differences:
-            omitted = len(differences) - _MOST
-            lines = [*differences[:_MOST], *([f"and {omitted} more"] if omitted > 0 else [])]
             raise StateMismatch(
                 "the layout was captured of something else; nothing was changed:\n  "
-                + "\n  ".join(lines),
+                + "\n  ".join(first_lines(differences, _MOST)),
                 hint="capture the loader anew",
             )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ucformat.errors import StateMismatch, UsageError
+from ucformat.errors import StateMismatch, UsageError, first_lines
 from ucformat.geometry.patterns import compile_pattern, expand
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.record import lineage_to
@@ -565,8 +565,6 @@ def raise_for(problems: Problems, strict: Strict, url: str, *, complete: bool = 
     lines = problems.lines(unexpected=complete or strict is True)
     if strict is False or not lines:
         return
-    if len(lines) > _MAX_LINES:
-        lines = [*lines[:_MAX_LINES], f"and {len(lines) - _MAX_LINES} more"]
     hints = ["publish what the state has" if complete else "strict=False loads what fits"]
     if complete and problems.unexpected:
         hints.append("leave= names what has no place in the state")
@@ -577,7 +575,8 @@ def raise_for(problems: Problems, strict: Strict, url: str, *, complete: bool = 
     if problems.missing and not complete:
         hints.append('strict="weights", or a list of names, says what must be complete')
     raise StateMismatch(
-        f"{url} does not fit the state to be loaded; nothing was changed:\n  " + "\n  ".join(lines),
+        f"{url} does not fit the state to be loaded; nothing was changed:\n  "
+        + "\n  ".join(first_lines(lines, _MAX_LINES)),
         hint="; ".join(hints),
     )
 
