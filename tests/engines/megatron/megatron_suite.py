@@ -30,6 +30,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,11 +68,25 @@ def use_ours() -> None:
     register()
 
 
+class _OnCpu(TorchFunctionMode):
+    """Makes and moves tensors on the CPU where a test or Megatron asks for a CUDA device."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {key: _no_cuda(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_no_cuda, args), **kwargs)
+
+
+def _no_cuda(value: Any) -> Any:
+    is_cuda = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
+    return torch.device("cpu") if is_cuda else value
+
+
 def do_without_gpus(ranks: int) -> None:
     """Let Megatron and its tests run on the CPU, with Gloo."""
     from tests.engines.megatron.load_megatron import maker
 
     maker().without_cuda()
+    _OnCpu().__enter__()  # until the process ends, and in those that it forks
     torch.cuda.device_count = lambda: ranks
     start, group = dist.init_process_group, dist.new_group
 
@@ -110,6 +125,12 @@ def prepare(checkout: Path, ranks: int) -> None:
     for i in range(1, len(parts) + 1):
         sys.modules.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
     sys.modules[name].TensorAwareStateDict = type("TensorAwareStateDict", (), {})  # type: ignore[attr-defined]
+    name = "transformer_engine.pytorch.fp8"  # which tests of plain experts import, too
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].check_fp8_support = lambda: (False, "no GPU")  # type: ignore[attr-defined]
+    sys.modules[name].fp8_autocast = None  # type: ignore[attr-defined]
+    bert: Any = importlib.import_module("megatron.core.models.bert.bert_layer_specs")
+    bert.bert_layer_with_transformer_engine_spec = None  # likewise
     do_without_gpus(ranks)
     utils: Any = importlib.import_module("megatron.core.utils")
     utils.is_te_min_version = lambda *_, **__: False  # which fails without Transformer Engine
@@ -161,7 +182,7 @@ def _collect(checkout: Path, files: Sequence[Path], log: Path) -> list[str]:
         _to(log / "collect.log")
         found = _Collected()
         pytest.main(
-            [*_options(checkout), "--collect-only", *map(str, files)],
+            [*_options(checkout), "--collect-only", "--maxfail=0", *map(str, files)],
             plugins=[found],
         )
         names.write_text("\n".join(found.ids))
@@ -221,15 +242,34 @@ def _joined(told: list[dict[str, tuple[str, str]]], test: str) -> tuple[str, str
     return skipped if skipped is not None and all(r == skipped for r in of_ranks) else of_ranks[0]
 
 
+class Results(dict[str, tuple[str, str]]):
+    """How each test ended, and why; kept in a file, if one is given, as soon as it is known."""
+
+    def __init__(self, file: Path | None) -> None:
+        super().__init__()
+        self.file = file
+        if file is not None and file.exists():
+            for line in file.read_text().splitlines():
+                test, outcome, why = line.split("\t", 2)
+                self[test] = (outcome, why)
+
+    def note(self, test: str, result: tuple[str, str]) -> None:
+        """Keep and print how a test ended."""
+        self[test] = result
+        print(f"{result[0]:8}{test}: {result[1]}", flush=True)  # noqa: T201
+        if self.file is not None:
+            with self.file.open("a") as file:
+                file.write(f"{test}\t{result[0]}\t{result[1]}\n")
+
+
 def run_tests(
-    checkout: Path, ids: list[str], ranks: int, logs: Path, timeout: float
-) -> dict[str, tuple[str, str]]:
-    """How each test ended, and why."""
-    results: dict[str, tuple[str, str]] = {}
-    left, start = list(ids), 0
+    checkout: Path, ids: list[str], ranks: int, logs: Path, timeout: float, results: Results
+) -> None:
+    """Run the tests whose end is not known, and note it."""
+    left, start = [i for i in ids if i not in results], 0
     while left:
         start += 1
-        folder = logs / f"start-{start}"
+        folder = logs / f"start-{os.getpid()}-{start}"
         folder.mkdir()
         os.environ |= {
             "WORLD_SIZE": str(ranks),
@@ -249,7 +289,6 @@ def run_tests(
         finally:  # also where this process is told to end
             _end(processes, ended)
         left = left[index:]
-    return results
 
 
 def _end(processes: Sequence[int], ended: set[int]) -> None:
@@ -266,7 +305,7 @@ def _watch(
     ended: set[int],
     folder: Path,
     left: Sequence[str],
-    results: dict[str, tuple[str, str]],
+    results: Results,
     timeout: float,
 ) -> int:
     """Note how tests end until one fails or none is left; how many were done."""
@@ -278,8 +317,7 @@ def _watch(
         while index < len(left) and (result := _joined(told, left[index])) is not None:
             if result[0] == "failed":
                 break
-            results[left[index]] = result
-            print(f"{result[0]:8}{left[index]}: {result[1]}", flush=True)  # noqa: T201
+            results.note(left[index], result)
             index, at = index + 1, time.monotonic()
         ended |= {p for p in processes if p not in ended and os.waitpid(p, os.WNOHANG)[0] == p}
         if index == len(left):
@@ -290,9 +328,7 @@ def _watch(
         late = time.monotonic() - at > timeout
         if len(ended) == ranks or late or (failed and time.monotonic() - failed > _GRACE):
             why = f"not done after {timeout:g} s" if late else "its ranks ended"
-            result = result or ("failed", why)
-            results[left[index]] = result
-            print(f"{result[0]:8}{left[index]}: {result[1]}", flush=True)  # noqa: T201
+            results.note(left[index], result or ("failed", why))
             return index + 1
 
 
@@ -304,6 +340,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=8, help="as many as the tests ask for: 8")
     parser.add_argument("--out", type=Path, help="write the names of the tests that passed here")
     parser.add_argument("--only", type=Path, help="run the tests that are named in this file only")
+    parser.add_argument(
+        "--results", type=Path, help="note here how tests ended; those noted are not run again"
+    )
     parser.add_argument("--logs", type=Path, help="keep the output in this folder")
     parser.add_argument("--timeout", type=float, default=60, help="seconds for each test: 60")
     parser.add_argument("--files", nargs="*", default=(), help="run these files only")
@@ -324,11 +363,13 @@ def main(argv: Sequence[str]) -> int:
     if options.only:
         wanted = set(options.only.read_text().splitlines())
         ids = [i for i in ids if i in wanted]
-    results = run_tests(checkout, ids, options.ranks, logs, options.timeout)
-    passed = [test for test, (status, _) in results.items() if status == "passed"]
+    results = Results(options.results)
+    run_tests(checkout, ids, options.ranks, logs, options.timeout, results)
+    ended = {test: results[test][0] for test in ids}
+    passed = [test for test, outcome in ended.items() if outcome == "passed"]
     if options.out:
         options.out.write_text("".join(f"{test}\n" for test in passed))
-    tried = sum(status != "skipped" for status, _ in results.values())
+    tried = sum(outcome != "skipped" for outcome in ended.values())
     over = "Megatron's" if options.stock else "ucformat's"
     print(f"{len(passed)} of {tried} passed over {over} strategies (output: {logs})")  # noqa: T201
     return 0 if len(passed) == tried else 1

@@ -16,6 +16,7 @@ import torch
 from ucformat.engines.megatron.live_entries import loaded_tensor, rebuilt
 from ucformat.engines.megatron.live_optimizer import IDENTIFIERS
 from ucformat.engines.megatron.live_save import LiveModel, aliases_of
+from ucformat.engines.megatron.names import with_norms_of_both
 from ucformat.errors import (
     PermissionDenied,
     UnsupportedError,
@@ -198,7 +199,7 @@ class _Plan:
 
     def make(self, state: Mapping[str, Any], ck: Checkpoint, vocab_size: int | None) -> None:
         """Match the state with the checkpoint."""
-        self.ck, self.names = ck, stored_names(ck, self.options.rename)
+        self._open(ck)
         self.live = live = LiveModel(state, vocab_size, rows=self._stored_rows)
         self._parts = live.parts
         for part in live.parts:
@@ -213,11 +214,16 @@ class _Plan:
         self._read_common()
         self.problems |= self.values.problems()
 
+    def _open(self, ck: Checkpoint) -> None:
+        """Take the names from the checkpoint; keys alone do not tell those of norms."""
+        self.ck = ck
+        self.names = with_norms_of_both(stored_names(ck, self.options.rename))
+
     def live_state(
         self, state: Mapping[str, Any], ck: Checkpoint, vocab_size: int | None
     ) -> LiveState:
         """What this rank holds now, to be compared; nothing is made."""
-        self.ck, self.names = ck, stored_names(ck, self.options.rename)
+        self._open(ck)
         self.live = live = LiveModel(state, vocab_size, rows=self._stored_rows)
         tensors: list[LocalShard] = []
         optimized: set[str] = set()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ucformat.sources.index import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _CHAINED = re.compile(r"(?:chained_(\d+)\.)?(optimizer\..+)", re.DOTALL)
 _STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
@@ -148,6 +148,26 @@ def local_name(name: str) -> str:
         if start >= 0:
             return f"{name[: start + 1]}{unfused}{name[start + 1 + len(fused) :]}"
     return name
+
+
+def fused_name(name: str) -> str:
+    """The name of a parameter in a model of Transformer Engine's specification."""
+    for fused, unfused in LOCAL:
+        start = name.find("." + unfused)
+        if start >= 0:
+            return f"{name[: start + 1]}{fused}{name[start + 1 + len(unfused) :]}"
+    return name
+
+
+def with_norms_of_both(stored: Mapping[str, str]) -> dict[str, str]:
+    """Stored names by the name in a model; also by those that norms have under the other specification."""
+    other = {
+        spelled: at
+        for name, at in stored.items()
+        for spelled in (local_name(name), fused_name(name))
+        if spelled not in stored
+    }
+    return {**stored, **other}
 
 
 #: A parameter of a layer: the stack, the number, and the name below it.

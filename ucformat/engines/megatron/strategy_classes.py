@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ucformat.checkpoint import open_checkpoint
 from ucformat.engines.megatron.export_plan import listed_keys
@@ -54,9 +55,11 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
         return True
 
     def save(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path) -> None:
-        """Save a state of which Megatron has saved the values that are the same on all ranks."""
-        dist.barrier()  # rank 0 has written it
-        common = _read_common(Path(checkpoint_dir, COMMON))
+        """Save a state of which Megatron has saved the values that are the same on all ranks, if any."""
+        file = Path(checkpoint_dir, COMMON)
+        has_common = [file.exists()]
+        dist.broadcast_object_list(has_common)  # of rank 0, which has written it
+        common = _read_common(file) if has_common[0] else {}
         state = _with_optimizer(sharded_state_dict, self._optimizer)
         is_live = state.get(_OPTIMIZER) is self._optimizer is not None
         values = {k: v for k, v in common.items() if k != _OPTIMIZER or not is_live}
@@ -111,8 +114,8 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
                 vocab_size=self._vocab_size,
                 **self._arguments,
             ).state
-        except StateMismatch as error:  # as callers of Megatron expect
-            raise CheckpointingException(str(error)) from error
+        except StateMismatch as error:
+            raise _Mismatch(str(error)) from error
         is_live = state.get(_OPTIMIZER) is self._optimizer is not None
 
         def put(path: tuple[Any, ...], entry: Any) -> Any:
@@ -149,6 +152,16 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
         _tensors, objects = listed_keys(open_checkpoint(str(checkpoint_dir)))
         sharded = [ShardedObject.empty_from_unique_key(key) for key in objects]
         return {o.unique_key: o for o in sharded} | self.load_tensors_metadata(checkpoint_dir)
+
+
+class _Mismatch(CheckpointingException, CheckpointException):
+    """What does not fit, as callers of Megatron expect it, of its checks and of PyTorch below them."""
+
+    def __init__(self, message: str) -> None:
+        CheckpointException.__init__(self, message, {})
+        self.args = (message,)
+
+    __str__ = Exception.__str__
 
 
 def _read_common(file: Path) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def strictness(folder: Path) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from torch.distributed.checkpoint.api import CheckpointException
 
     import ucformat
     import ucformat.torch.megatron as um
@@ -96,10 +97,14 @@ def strictness(folder: Path) -> dict[str, Any]:
         for keys in dist_checkpointing.load(state(), *arguments, strict="return_all")[1:]
     ]
     more = {"more": ShardedTensor.from_rank_offsets("more", torch.ones(2))}
-    for strict in ("raise_all", "assume_ok_unexpected"):
+    expected: dict[str, type[BaseException]] = {
+        "raise_all": CheckpointingException,
+        "assume_ok_unexpected": CheckpointException,
+    }
+    for strict, kind in expected.items():
         try:
             dist_checkpointing.load({**state(), **more}, *arguments, strict=strict)
-        except CheckpointingException as error:
+        except kind as error:
             told[strict] = "more" in str(error)
     told["without"] = [
         sorted(keys)
@@ -107,13 +112,29 @@ def strictness(folder: Path) -> dict[str, Any]:
             {**training.model(), **more}, *arguments, strict="return_all"
         )[1:]
     ]
-    metadata = {  # of a model of the local specification, keys alone do not tell where norms are
-        key: entry
-        for key, entry in dist_checkpointing.load_tensors_metadata(*arguments).items()
-        if "layer_norm" not in key
-    }
+    (folder / "direct").mkdir()
+    save.save(more, folder / "direct")  # without the values that `dist_checkpointing.save` adds
+    zeros = {"more": ShardedTensor.from_rank_offsets("more", torch.zeros(2))}
+    told["direct"] = load.load(zeros, folder / "direct")["more"].tolist()
+    metadata = dist_checkpointing.load_tensors_metadata(*arguments)
     loaded = dist_checkpointing.load(metadata, *arguments, validate_access_integrity=False)
     told["empty"] = {k: list(loaded[k].shape) for k in metadata}
+    steps = [  # the norms as a model of Transformer Engine's specification names them
+        {"rename": rf"/(.*)\.{own}\.(.*)/", "to": rf"\1.{fused}_\2"}
+        for own, fused in (
+            ("input_layernorm", "self_attention.linear_qkv.layer_norm"),
+            ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm"),
+        )
+    ]
+    fused = ucformat.open(folder / "ck").view(steps)
+    told["fused"] = sorted(n for n in fused.names() if "layer_norm_weight" in n)
+    parameters = list(training.run.models[0].parameters())
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            p.zero_()
+    report = um.load({**training.model(), "optimizer": training.optimizer}, fused, certify=True)
+    told["from fused"] = bool(report) and all(map(torch.equal, before, parameters))
     return told
 
 

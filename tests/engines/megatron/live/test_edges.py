@@ -49,10 +49,13 @@ def test_strictness_of_megatrons_own_functions(tmp_path: Path) -> None:
     assert found["groups"] == [0.01, 0.01]  # of an optimizer that is not passed itself
     assert found["all"] == [[], []]
     assert (found["raise_all"], found["assume_ok_unexpected"]) == (True, True)
+    assert found["direct"] == [1, 1]
     missing, unexpected = found["without"]
     assert unexpected == ["more"]
     assert missing == sorted(k for k in found["own"] if k.startswith("optimizer"))
-    assert found["empty"] == {k: v for k, v in tensors.items() if "layer_norm" not in k}
+    assert found["empty"] == tensors  # those of norms too, whose keys are the other specification's
+    assert len(found["fused"]) == 4
+    assert found["from fused"]
 
 
 def test_before_the_first_step(tmp_path: Path) -> None:
