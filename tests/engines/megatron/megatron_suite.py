@@ -277,14 +277,13 @@ def run_tests(
             "MASTER_PORT": str(_PORT + os.getpid() % 100 * 10 + start % 10),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        processes = []
-        for rank in range(ranks):
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if not (process := os.fork()):
-                _run_rank(rank, ranks, checkout, left, folder)
-            processes.append(process)
-        ended = set[int]()
+        processes, ended = list[int](), set[int]()
         try:
+            for rank in range(ranks):
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if not (process := os.fork()):
+                    _run_rank(rank, ranks, checkout, left, folder)
+                processes.append(process)
             index = _watch(processes, ended, folder, left, results, timeout)
         finally:  # also where this process is told to end
             _end(processes, ended)
