@@ -11,6 +11,7 @@ VLLM := .engines/vllm/.installed
 TITAN := .engines/torchtitan/.installed
 MEGATRON := .engines/megatron/.installed
 CHECKPOINTING := .engines/torch_checkpointing/.installed
+AUTOMODEL := .engines/automodel/.installed
 # Tests start thousands of processes, which would compile the package anew where Python may not write bytecode itself.
 COMPILE := $(BIN)/python -m compileall -q ucformat
 # The two environments are made side by side, and what is ready is checked meanwhile.
@@ -50,6 +51,11 @@ $(MEGATRON): tests/engines/install_megatron.sh $(STAMP)
 # 1 MB beside what .venv has
 $(CHECKPOINTING): tests/engines/install_torch_checkpointing.sh $(STAMP)
 	PYTHON=$(PYTHON) bash tests/engines/install_torch_checkpointing.sh
+	touch $@
+
+# 20 MB beside what .venv has
+$(AUTOMODEL): tests/engines/install_automodel.sh $(STAMP)
+	PYTHON=$(PYTHON) bash tests/engines/install_automodel.sh
 	touch $@
 
 engines: $(ENGINE) $(ORBAX) $(MEGATRON) $(CHECKPOINTING)
