@@ -141,6 +141,15 @@ def test_the_trainer_goes_on(tmp_path: Path) -> None:
         assert other["losses"] == pytest.approx(
             {step: whole["losses"][step] for step in ("3", "4")}, rel=1e-3
         )
+    other = trained(
+        2,
+        tmp_path / "tensor",
+        4,
+        **loaded,
+        cut={"tensor": 2},
+        exclude_from_loading=["dataloader"],
+    )
+    assert other["states"]["2"] == saved
     kept = sorted(path.name for path in (tmp_path / "ranks-3" / "checkpoint").iterdir())
     assert kept == ["step-00000003", "step-00000004"]
     assert whole["losses"]["4"] < whole["losses"]["1"]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -146,7 +147,11 @@ def main() -> None:
     config.dataloader.dataset_path = str(folder.parent / "data")
     config.training.steps = steps
     config.training.seq_len = 32
-    config.training.local_batch_size = _GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
+    cut = options.pop("cut", {})  # degrees of torchtitan's parallelism besides FSDP's
+    for name, degree in cut.items():
+        setattr(config.parallelism, f"{name}_parallel_degree", degree)
+    replicas = int(os.environ["WORLD_SIZE"]) // math.prod(cut.values())
+    config.training.local_batch_size = _GLOBAL_BATCH // replicas
     config.training.disable_cuda_graphs = True
     config.lr_scheduler.total_steps = 10
     config.parallelism.spmd_backend = "partial_dtensor"
