@@ -8,7 +8,9 @@ The tests are those of a checkout of Megatron-LM of the version that is installe
 `torch_dist`, or its classes, they get those of `ucformat.torch.megatron.strategies`. A test has
 passed if it has on all ranks. After one that fails, or takes longer than `--timeout`, the ranks are
 ended, and new ones go on with the next test. `--stock` keeps Megatron's strategies: what passes
-there, which `--out` notes, is what ours have to pass (`--only`). docs/guides/megatron.md names it.
+there, which `--out` notes, is what ours have to pass (`--only`). What ends is kept in the file of
+`--results`, so that the same command goes on after it was stopped. docs/guides/megatron.md names
+the results.
 """
 
 from __future__ import annotations
