@@ -33,9 +33,9 @@ def accelerator_state(accelerator: Accelerator, merge_dataloader: Any = None) ->
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
         raise UnsupportedError(
             f"the state of this Accelerator is managed by {kind}",
-            hint="ucformat.torch.deepspeed saves an engine"
+            hint="the model that `prepare` returns is the engine, which ucformat.torch.deepspeed saves"
             if kind == "DEEPSPEED"
-            else "save from Megatron-LM itself",
+            else "ucformat.torch.megatron saves the chunks, `model.module`, with `model.optimizer`",
         )
     loaders = [d for d in accelerator._dataloaders if getattr(d, "use_stateful_dataloader", False)]  # noqa: SLF001
     parts: dict[str, list[Any]] = {

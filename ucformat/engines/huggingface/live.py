@@ -11,11 +11,20 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import sort_checkpoints
 
 from ucformat.engines.huggingface.accelerate import unwrapped
+from ucformat.engines.huggingface.integration import HUGGINGFACE
+from ucformat.engines.huggingface.live_deepspeed import (
+    CLIENT,
+    STATE,
+    client_values,
+    load_engine,
+    save_engine,
+)
 from ucformat.errors import NotACheckpoint, NotCertified, UnsupportedError, check_keywords
 from ucformat.jobs.removal import discard
 from ucformat.schema import MANIFEST
@@ -39,7 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SaveCallback", "UniversalTrainer"]
 
-_STATE = "trainer"  # the object that contains the TrainerState
 _STOCK_STATE = "trainer_state"  # the same in a folder that the Trainer itself has saved
 
 
@@ -61,10 +69,20 @@ class SaveCallback(TrainerCallback):
         self.handle: SaveHandle | None = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **live: Any) -> None:
-        """Save a checkpoint after the Trainer has saved one."""
+        """Save a checkpoint after the Trainer has saved one.
+
+        Raises:
+            UnsupportedError: a DeepSpeed engine has the state of the Trainer.
+        """
+        if isinstance(live["optimizer"], DeepSpeedOptimizerWrapper):
+            raise UnsupportedError(
+                "DeepSpeed manages the state of this Trainer, and a callback has no access to its "
+                "engine",
+                hint="use UniversalTrainer, which saves the engine",
+            )
         parts = _training(live["model"], live["optimizer"], live["lr_scheduler"])
         if state.is_world_process_zero:
-            parts[_STATE] = asdict(state)
+            parts[STATE] = asdict(state)
         url = f"{self.url}/step-{state.global_step}"
         with _files_of(live.get("processing_class"), args) as assets:
             options = {**_description(args, state, live["model"]), "assets": assets, **self.options}
@@ -84,7 +102,8 @@ class UniversalTrainer(Trainer):
 
     `save_options` are arguments of `save`, those of `SaveArguments`; with `certify` among them, loads are
     certified, too. `load_options` are arguments of `load`, those of `RestoreArguments`.
-    `save_in_background` saves with `async_save`. Set them as class attributes.
+    `save_in_background` saves with `async_save`. Set them as class attributes. Where DeepSpeed manages
+    the state, its engine is saved and loaded, as by `ucformat.torch.deepspeed`.
     """
 
     save_options: Mapping[str, Any] = MappingProxyType({})
@@ -104,10 +123,16 @@ class UniversalTrainer(Trainer):
                 are restored only on as many ranks, as by the Trainer.
 
         Raises:
-            UnsupportedError: no Trainer has saved the checkpoint.
+            UnsupportedError: no Trainer has saved the checkpoint; or DeepSpeed manages the state,
+                and `save_in_background` is set.
         """
         check_keywords("save", self.save_options, SaveArguments)
         check_keywords("load", self.load_options, RestoreArguments)
+        if self.is_deepspeed_enabled and self.save_in_background:
+            raise UnsupportedError(
+                "a DeepSpeed engine is not saved in the background",
+                hint="leave save_in_background out",
+            )
         self._launch = TrainingLaunch()
         if not resume_from_checkpoint:
             return self._finished(super().train(None, *args, **kwargs))
@@ -128,6 +153,17 @@ class UniversalTrainer(Trainer):
         self._settle()
         return output
 
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        """Prepare all but what a DeepSpeed engine holds, which Trainer would load by the engine itself."""
+        ours = self._resumed is not None and self.is_deepspeed_enabled
+        its = None if ours else resume_from_checkpoint
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, its)
+        if ours:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._resumed is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -138,13 +174,25 @@ class UniversalTrainer(Trainer):
         else:
             state = self._live()
             del state["rng"]  # restored later, after batches were skipped
-            self._launch.begin(load(state, self._resumed, **self._restoring))
+            saved = client_values(self._resumed)
+            scheduler = state.pop("scheduler", None) if "scheduler" in saved else None
+            if not self.is_deepspeed_enabled:
+                report = load(state, self._resumed, **self._restoring)
+            else:
+                report = load_engine(self.deepspeed, self._resumed, **self._restoring)
+                if state:
+                    load(state, self._resumed, **self._restoring)
+            if scheduler is not None:
+                scheduler.load_state_dict(saved["scheduler"])
+            self._launch.begin(report)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
             super()._load_rng_state(checkpoint)
-        elif _STATE in self._resumed.objects:
+        elif STATE in self._resumed.objects:
             load({"rng": Rng()}, self._resumed, certify=self._certify)
+        elif STATE in client_values(self._resumed):
+            load({CLIENT: {"rng": Rng()}}, self._resumed)
         else:  # of files that the Trainer itself has saved, those that it would read
             if self._certify:
                 _check_generators(self._resumed.url, self.args.world_size)
@@ -153,7 +201,11 @@ class UniversalTrainer(Trainer):
     def _load_best_model(self) -> None:
         self._settle()
         best = str(self.state.best_model_checkpoint)
-        load({"model": self.model}, best, **self._restoring)
+        if self.is_deepspeed_enabled:
+            alone = {"optimizer": False, "scheduler": False}
+            load_engine(self.deepspeed, best, **alone, **self._restoring)
+        else:
+            load({"model": self.model}, best, **self._restoring)
 
     def _save_checkpoint(self, _model: Any, trial: Any) -> None:
         self._settle()
@@ -168,15 +220,20 @@ class UniversalTrainer(Trainer):
         state = self._live()
         if self.args.process_index == 0:
             self.state.stateful_callbacks = self._callback_states()
-            state[_STATE] = asdict(self.state)
-        if self.args.save_only_model and not self.is_distributed_loading_by_transformers:
-            state = {"model": state["model"], **{k: v for k, v in state.items() if k == _STATE}}
+            state[STATE] = asdict(self.state)
+        if "model" in state and (
+            self.args.save_only_model and not self.is_distributed_loading_by_transformers
+        ):
+            state = {"model": state["model"], **{k: v for k, v in state.items() if k == STATE}}
         described = _description(self.args, self.state, self.model)
         options = {"overwrite": True, **self._launch.next_save(), **described}
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        with _files_of(tokenizer, self.args) as assets:
+        model = self.model if self.is_deepspeed_enabled else None
+        with _files_of(tokenizer, self.args, model) as assets:
             options |= {"assets": assets, **self.save_options}
-            if self.save_in_background:
+            if self.is_deepspeed_enabled:
+                save_engine(self.deepspeed, url, state, **options)
+            elif self.save_in_background:
                 self._handle = async_save(state, url, **options)
             else:
                 save(state, url, **options)
@@ -211,12 +268,12 @@ class UniversalTrainer(Trainer):
         return {"certify": bool(self.save_options.get("certify")), **self.load_options}
 
     def _live(self) -> dict[str, Any]:
-        """The live state of the training."""
+        """The live state of the training, without what a DeepSpeed engine has of it."""
         if self.is_deepspeed_enabled:
-            raise UnsupportedError(
-                "the state of this Trainer is managed by DeepSpeed",
-                hint="ucformat.torch.deepspeed saves an engine",
-            )
+            rest: dict[str, Any] = {"rng": Rng()}
+            if not isinstance(self.lr_scheduler, DeepSpeedSchedulerWrapper):
+                rest["scheduler"] = self.lr_scheduler
+            return rest
         state = _training(self.model, self.optimizer, self.lr_scheduler)
         scaler = getattr(self.accelerator, "scaler", None)
         return state if scaler is None else {**state, "scaler": scaler}
@@ -245,9 +302,11 @@ def _check_generators(url: str, ranks: int) -> None:
 
 def _trainer_state(ck: Checkpoint) -> Any:
     """The TrainerState that is stored in a checkpoint."""
-    for name in (_STATE, _STOCK_STATE):
+    for name in (STATE, _STOCK_STATE):
         if name in ck.objects:
             return decode(ck.objects[name])
+    if STATE in (saved := client_values(ck)):
+        return saved[STATE]
     raise UnsupportedError(
         f"{ck.url} has no state of a Trainer: its step, epoch and log",
         hint="name a checkpoint that a Trainer saved; or load the weights by ucformat.torch.load({'model': model}, …), "
@@ -260,13 +319,18 @@ def _training(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _files_of(tokenizer: Any, args: TrainingArguments) -> Iterator[str | None]:
-    """A folder with the files of a tokenizer or processor, for the rank that stores them."""
-    if not hasattr(tokenizer, "save_pretrained") or args.process_index != 0:
+def _files_of(tokenizer: Any, args: TrainingArguments, model: Any = None) -> Iterator[str | None]:
+    """A folder with the files of a tokenizer or processor, and of a model, for the rank that stores them."""
+    files = None if model is None else HUGGINGFACE.model_files(model, "zarr")
+    saves = hasattr(tokenizer, "save_pretrained")
+    if args.process_index != 0 or not (saves or files):
         yield None
         return
     with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        for name, content in ({} if files is None else files()).items():
+            (Path(folder) / name).write_bytes(content)
+        if saves:
+            tokenizer.save_pretrained(folder)
         yield folder
 
 
