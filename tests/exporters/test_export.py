@@ -26,7 +26,7 @@ from ucformat.exporters.base import Exporter, Span, Target, TargetFile
 from ucformat.exporters.registry import EXPORTERS
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Extent, Key, Piece
-from ucformat.jobs import export_files as bands
+from ucformat.jobs import bands
 from ucformat.jobs.export import plan_export
 from ucformat.storage.local import LocalStore
 from ucformat.testing import ExporterSuite
@@ -123,7 +123,7 @@ def test_any_placement_of_elements(
     source = universal(folder / "u", arrays)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EXPORTERS._objects, "scattered", _Scattered)
-        patch.setattr(bands, "_BAND_BYTES", band)
+        patch.setattr(bands, "BAND_BYTES", band)
         done = ucformat.export(source, folder / "out", "scattered")
     assert done.verified
     for n, array in enumerate(arrays.values()):
@@ -193,8 +193,8 @@ def test_damage_is_found_across_parts(tmp_path: Path) -> None:
 
 WORK = """
 import ucformat
-from ucformat.jobs import export_files as bands
-bands._BAND_BYTES = 1 << 14
+from ucformat.jobs import bands
+bands.BAND_BYTES = 1 << 14
 
 def work(source, target, kind, options):
     return ucformat.export(source, target, kind, **eval(options)).files

@@ -151,7 +151,7 @@ def check_twins(state: Arrays, folder: Path, exports: Sequence[tuple[str, dict[s
 @pytest.fixture(autouse=True)
 def _short_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are written in bands, of which one may end inside of a tensor."""
-    monkeypatch.setattr("ucformat.jobs.export_files._BAND_BYTES", 1000)
+    monkeypatch.setattr("ucformat.jobs.bands.BAND_BYTES", 1000)
 
 
 def test_one_state_in_every_form(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ ucp = Program(
         "verify": ("verify:verify", "Read every byte and compare it with its checksums."),
         "sign": ("sign:sign", "Sign the manifest of a checkpoint."),
         "attest": ("attest:attest", "Print what is known of a checkpoint, for other tools."),
+        "serve": ("serve:serve", "Serve checkpoints over HTTP, as a hub of models."),
         "doctor": ("doctor:doctor", "Check storage capabilities."),
         "cache": (None, "Show or clear the cache of files read over a network."),
         "layout": (_LAYOUT, "Validate layout files."),

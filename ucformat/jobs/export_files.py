@@ -10,7 +10,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -23,7 +23,6 @@ from ucformat.errors import Conflict, NotFound, UnsafeError, UnsupportedError
 from ucformat.exporters.base import Sealed, Span
 from ucformat.exporters.registry import EXPORTERS
 from ucformat.format.digest import document_digest
-from ucformat.geometry.box import bounding_box
 from ucformat.geometry.fingerprint import (
     NO_ELEMENTS,
     fingerprint_of,
@@ -32,6 +31,7 @@ from ucformat.geometry.fingerprint import (
     unpacked_sums,
 )
 from ucformat.geometry.tensor import Key, cut_piece
+from ucformat.jobs import bands
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, sums_of
 from ucformat.jobs.inputs import Input
 from ucformat.jobs.reopen import content_of, options_of, other_found, plain_options, reopen, spec_of
@@ -46,15 +46,16 @@ from ucformat.storage.url import open_store, split_url
 from ucformat.storage.wrappers import check_unchanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.exporters.base import Exporter, Link, Part, TargetFile
+    from ucformat.exporters.base import Exporter, Link, TargetFile
     from ucformat.geometry.fingerprint import Sums
-    from ucformat.geometry.tensor import Piece, TensorInfo
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.jobs.bands import PartRange
     from ucformat.jobs.finished import SumPart
     from ucformat.storage.base import FileWriter, Info, Store
 
@@ -98,73 +99,6 @@ def read_claim(store: Store, key: str) -> tuple[Claim, str] | None:
         ) from None
 
 
-# The parts of an exported file in bands of a few MiB, one of which is written while the next one is
-# read.
-
-
-_BAND_BYTES = 8 << 20
-_PARTS = 4096  # of a band
-
-
-@dataclass(frozen=True, slots=True)
-class PartRange:
-    """A range of a part: of its bytes, or of the elements of a span."""
-
-    part: bytes | Span
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the range."""
-        return (self.stop - self.start) * (
-            1 if isinstance(self.part, bytes) else ITEMSIZE[self.part.dtype]
-        )
-
-    def pieces(self) -> Iterator[tuple[TensorInfo, Piece]]:
-        """The tensors in a range of a span, and the pieces, placed in a buffer of the range."""
-        assert isinstance(self.part, Span)  # noqa: S101
-        for info, piece in self.part.pieces:
-            for cut in cut_piece(piece, self.start, self.stop):
-                yield info, replace(cut, offset=cut.offset - self.start)
-
-
-def bands(parts: Iterable[Part]) -> Iterator[list[PartRange] | Sealed]:
-    """Group the consecutive parts of a file that are read and written together, at most 8 MiB.
-
-    Large spans are cut at multiples of that, which are mostly the ends of chunks in the source.
-    """
-    band: list[PartRange] = []
-    left = _BAND_BYTES
-    for part in parts:
-        if band and (isinstance(part, Sealed) or _nbytes(part) > left):
-            yield band
-            band, left = [], _BAND_BYTES
-        if isinstance(part, Sealed):
-            yield part
-            continue
-        unit, size = (
-            (1, len(part)) if isinstance(part, bytes) else (ITEMSIZE[part.dtype], part.size)
-        )
-        at = 0
-        while True:
-            stop = min(size, at + max(1, left // unit))
-            band.append(PartRange(part, at, stop))
-            left -= (stop - at) * unit
-            at = stop
-            if left < unit or len(band) >= _PARTS:
-                yield band
-                band, left = [], _BAND_BYTES
-            if at >= size:
-                break
-    if band:
-        yield band
-
-
-def _nbytes(part: bytes | Span) -> int:
-    return len(part) if isinstance(part, bytes) else part.nbytes
-
-
 class WriteBehind:
     """Writes a band in a thread of its own, while the caller fills the next one.
 
@@ -174,7 +108,7 @@ class WriteBehind:
 
     def __init__(self, out: FileWriter, nbytes: int) -> None:
         self._out, self._turn = out, 0
-        self._pool = ThreadPoolExecutor(1, "ucformat-write") if nbytes > _BAND_BYTES else None
+        self._pool = ThreadPoolExecutor(1, "ucformat-write") if nbytes > bands.BAND_BYTES else None
         self._writing: Future[None] | None = None
 
     def memory(self, nbytes: int) -> NDArray[np.uint8]:
@@ -369,12 +303,12 @@ class FilesJob(RecordedJob):
             self.store.create(file.key, unit_for(file.nbytes)) as out,
             WriteBehind(out, file.nbytes) as behind,
         ):
-            for band in bands(file.parts()):
+            for band in bands.cut(file.parts()):
                 if isinstance(band, Sealed):
                     behind.write(memoryview(band.make(crcs)))
                     continue
                 memory = behind.memory(sum(cut.nbytes for cut in band))
-                bare |= self._fill(band, memory)
+                bare |= not bands.fill(self.input, band, memory)
                 if file.checksums:
                     _continue_crcs(band, memory, crcs)
                 if sums is not None:
@@ -390,31 +324,6 @@ class FilesJob(RecordedJob):
 
     def check_claim(self) -> object:
         """Check that the destination still belongs to this job."""
-
-    def _fill(self, band: Sequence[PartRange], memory: NDArray[np.uint8]) -> bool:
-        """Fill memory with consecutive parts of a file; returns whether elements have no checksum."""
-        buffers: list[NDArray[np.uint8]] = []
-        wanted: dict[Key, tuple[TensorInfo, list[tuple[int, Piece]]]] = {}
-        at = 0
-        for cut in band:
-            own = memory[at : at + cut.nbytes]
-            at += cut.nbytes
-            if isinstance(cut.part, bytes):
-                own[:] = np.frombuffer(cut.part, np.uint8)[cut.start : cut.stop]
-                continue
-            pieces_of_cut = list(cut.pieces())
-            # elements in no piece are zeros, and the memory is that of an earlier band
-            if sum(piece.box.size for _, piece in pieces_of_cut) < cut.stop - cut.start:
-                own[:] = 0
-            for info, piece in pieces_of_cut:
-                wanted.setdefault(info.key, (info, []))[1].append((len(buffers), piece))
-            buffers.append(own)
-        boxes = []
-        for info, pieces in wanted.values():
-            near = bounding_box(piece.box for _, piece in pieces)
-            assert near is not None  # noqa: S101 - no piece is empty
-            boxes.append((self.input.within(info, near), pieces))
-        return not self.input.read(boxes, buffers)
 
     def record(self, results: Mapping[int, Any]) -> str:
         """See Job."""

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
 
 from ucformat.errors import ChecksumError, check_choice, first_names
 from ucformat.geometry.tensor import Extent, Tiles, single_extents
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.finished import SumDoc
     from ucformat.reading.plan import Verify
     from ucformat.reading.readable import FileRecord
+    from ucformat.sources.base import OpenSource
     from ucformat.storage.base import Store
 
 
@@ -41,10 +43,17 @@ class Input:
 
     Args:
         compared: the keys of files that are compared as a whole otherwise (default: none).
+        shared: whether others read the same checkpoint object at the same time; only what is read
+            inside `task` is then compared (default: no).
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, compared: Collection[str] = (), *, verify: bool
+        self,
+        checkpoint: Checkpoint,
+        compared: Collection[str] = (),
+        *,
+        verify: bool,
+        shared: bool = False,
     ) -> None:
         check_choice("verify", verify, (True, False))
         self.checkpoint, self.verify = checkpoint, verify
@@ -52,7 +61,8 @@ class Input:
         self.verifier = None if watching is None else StreamVerifier(checkpoint, compared)
         self._observing = ExitStack()
         if watching is not None and self.verifier is not None:
-            self._observing.enter_context(watching.observed(self.verifier.see))
+            see = self.verifier.see_own if shared else self.verifier.see
+            self._observing.enter_context(watching.observed(see))
 
     def close(self) -> None:
         """Stop comparing."""
@@ -190,7 +200,7 @@ class StreamVerifier:
     def __init__(self, source: Checkpoint, compared: Collection[str] = ()) -> None:
         self._source, self._origin, self._compared = source.source, source.origin, compared
         self._lock = threading.Lock()
-        self._records: dict[str, tuple[list[int], list[FileRecord]]] = {}
+        self._records: Mapping[str, tuple[list[int], list[FileRecord]]] = {}
         self._of_records: dict[tuple[str, int], StreamSum] = {}
         self._blocks: dict[str, list[tuple[int, int, StreamSum]]] = {}
         self._longest: dict[str, int] = {}
@@ -198,13 +208,7 @@ class StreamVerifier:
         self._bare: set[Key] = set()  # tensors with bytes that no checksum covers
         self._besides = 0
         if source.foreign:
-            by_file: dict[str, list[FileRecord]] = {}
-            for record in source.foreign.records():
-                if record.crc32 is not None and record.nbytes:
-                    by_file.setdefault(record.file, []).append(record)
-            for file, records in by_file.items():
-                records.sort(key=lambda r: r.near)
-                self._records[file] = ([r.near for r in records], records)
+            self._records = _records_of(source.foreign)
 
     # --- what to verify
 
@@ -317,6 +321,11 @@ class StreamVerifier:
         for row in rows(data):
             self._see_row(file, at, row)
             at += row.nbytes
+
+    def see_own(self, file: str, at: int, data: memoryview) -> None:
+        """Take note of bytes that were read inside `task`."""
+        if self in _notes.get():
+            self.see(file, at, data)
 
     def _see_row(self, file: str, at: int, data: memoryview) -> None:
         stop = at + data.nbytes
@@ -435,6 +444,16 @@ class StreamVerifier:
                 with self._lock:
                     self._besides += part.nbytes
 
+    def complete_nearly(self, most: int) -> None:
+        """Read the remaining bytes of checksums of which at least half has been read.
+
+        Args:
+            most: bytes that may remain of each.
+        """
+        for stream in self.unfinished():
+            if stream.waits <= min(most, stream.stop - stream.start - stream.waits):
+                self.finish(stream)
+
     def complete(self, workers: int | None = None) -> None:
         """Read the remaining bytes of all checksums of which some have been read."""
         for _ in run(self.finish, self.unfinished(), workers or workers_for(self._source.store)):
@@ -476,6 +495,25 @@ class StreamVerifier:
                     ):
                         yield info.key
                         break
+
+
+#: The records of sources that have a checksum, by file, each list in the order of where they begin.
+_records: WeakKeyDictionary[OpenSource, dict[str, tuple[list[int], list[FileRecord]]]] = (
+    WeakKeyDictionary()
+)
+
+
+def _records_of(source: OpenSource) -> Mapping[str, tuple[list[int], list[FileRecord]]]:
+    """The records of a source that have a checksum, by file, and where each begins."""
+    if source not in _records:
+        by_file: dict[str, list[FileRecord]] = {}
+        for record in source.records():
+            if record.crc32 is not None and record.nbytes:
+                by_file.setdefault(record.file, []).append(record)
+        for records in by_file.values():
+            records.sort(key=lambda r: r.near)
+        _records[source] = {file: ([r.near for r in rs], rs) for file, rs in by_file.items()}
+    return _records[source]
 
 
 def _verified(

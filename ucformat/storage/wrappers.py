@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from itertools import accumulate, islice
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from ucformat.errors import Conflict, IntegrityError, NotFound, UcformatError
@@ -404,6 +405,7 @@ class WatchedStore(WrappedStore):
         self._read: dict[str, object] = {}  # by file something that each read replaces
         self.is_local = inner.costs.parallel is None
         self._observers: tuple[Observer, ...] = ()
+        self._observing = Lock()
 
     @contextmanager
     def observed(self, callback: Observer) -> Iterator[None]:
@@ -413,13 +415,15 @@ class WatchedStore(WrappedStore):
             callback: called with the key of the file, the offset in it, and the bytes: a buffer
                 that may be strided.
         """
-        self._observers = (*self._observers, callback)
+        with self._observing:
+            self._observers = (*self._observers, callback)
         try:
             yield
         finally:
-            self._observers = tuple(
-                observe for observe in self._observers if observe is not callback
-            )
+            with self._observing:
+                self._observers = tuple(
+                    observe for observe in self._observers if observe is not callback
+                )
 
     def _notify(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> None:
         for observe in self._observers:

@@ -1,0 +1,234 @@
+"""Who may see what: tokens with scopes, hosts that may be asked for, limits, and the log of requests."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.responses import JSONResponse
+
+from ucformat.errors import UsageError
+from ucformat.web.library import Access
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from starlette.requests import HTTPConnection
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_log = logging.getLogger("ucformat.web")
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
+_HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_MAX_BODY = 1 << 20  # bytes of a request
+_MAX_QUERY = 16 << 10
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token that clients send.
+
+    Attributes:
+        name: of whom, for the log.
+        sha256: the hexadecimal SHA-256 of the token; the token itself is nowhere.
+        scope: a filter of the catalog; empty: all checkpoints.
+        expires: seconds since 1970 (None: never).
+        rate: requests in a second, on average over ten (None: any number).
+    """
+
+    name: str
+    sha256: str
+    scope: str = ""
+    expires: float | None = None
+    rate: float | None = None
+
+
+def load_tokens(path: str) -> list[Token]:
+    """Load a file of tokens: TOML, with a table `[[token]]` for each.
+
+    Raises:
+        UsageError: the file says something else.
+    """
+    from ucformat.catalog.filter.parse import parse
+
+    try:
+        tables = tomllib.loads(Path(path).read_text()).get("token", [])
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(
+            f"{path}: {error}", hint="docs/guides/serve.md shows such a file"
+        ) from None
+    tokens = []
+    for number, table in enumerate(tables, 1):
+        unknown = set(table) - {"name", "sha256", "where", "expires", "rate"}
+        if unknown or not isinstance(table.get("name"), str):
+            what = f"has no {min(unknown)!r}" if unknown else "needs a name"
+            raise UsageError(f"{path}: token {number} {what}")
+        if not _HASH.fullmatch(str(table.get("sha256", ""))):
+            raise UsageError(
+                f"{path}: token {table['name']!r} needs `sha256`, the hexadecimal digest of the token",
+                hint="printf %s TOKEN | sha256sum",
+            )
+        scope = table.get("where", "")
+        if scope:
+            parse(scope)
+        expires = table.get("expires")
+        tokens.append(
+            Token(
+                table["name"],
+                table["sha256"],
+                scope,
+                None if expires is None else expires.timestamp(),
+                table.get("rate"),
+            )
+        )
+    return tokens
+
+
+def access_of(connection: HTTPConnection) -> Access:
+    """What the client of a request may see."""
+    access: Access = connection.scope["state"]["access"]
+    return access
+
+
+class Gate:
+    """Lets through only what is allowed to pass, and logs it.
+
+    Args:
+        tokens: one of which a request must have; empty: requests need none.
+        hosts: names of this server; without tokens others are refused, since a page of a stranger
+            may let a browser ask for them.
+        open_to_all: whether any host name is right although there are no tokens.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        tokens: Sequence[Token] = (),
+        hosts: Sequence[str] = _LOOPBACK,
+        *,
+        open_to_all: bool = False,
+    ) -> None:
+        self.app, self.tokens, self.hosts, self.open_to_all = app, tokens, hosts, open_to_all
+        self._rates: dict[
+            str, tuple[float, float]
+        ] = {}  # of tokens: allowance, and when it was computed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer or pass on a request; see ASGI."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun, status, sent = time.perf_counter(), 0, 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        access: Access | None = None
+        try:
+            refused = self._refusal(scope, headers)
+            access = None if refused is not None else self._access(headers)
+            if refused is None and access is None:
+                refused = JSONResponse(
+                    {"error": "this server needs a token"},
+                    401,
+                    {"www-authenticate": "Bearer", "x-error-message": "this server needs a token"},
+                )
+            if refused is None and access is not None and not self._in_rate(access):
+                refused = JSONResponse({"error": "too many requests"}, 429, {"retry-after": "1"})
+            if refused is not None:
+                await refused(scope, receive, counted)
+                return
+            scope.setdefault("state", {})["access"] = access
+            await self.app(scope, _limited(receive), counted)
+        finally:
+            _log.info(
+                "%s %s %r %d %d bytes %.0f ms",
+                access.name if access else "-",
+                scope["method"],
+                scope["path"],
+                status,
+                sent,
+                1000 * (time.perf_counter() - begun),
+            )
+
+    def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> JSONResponse | None:
+        """The answer to a request that nobody may make."""
+        if scope["method"] not in ("GET", "HEAD", "POST", "OPTIONS"):
+            return JSONResponse(
+                {"error": "nothing can be written here"}, 405, {"allow": "GET, HEAD"}
+            )
+        if len(scope["query_string"]) > _MAX_QUERY:
+            return JSONResponse({"error": "the query is too long"}, 414)
+        if int(headers.get("content-length", "0") or 0) > _MAX_BODY:
+            return JSONResponse({"error": "the request is too large"}, 413)
+        host = re.sub(r":\d+$", "", headers.get("host", ""))
+        if not self.tokens and not self.open_to_all and host.lower() not in self.hosts:
+            return JSONResponse({"error": "this server has another name"}, 421)
+        return None
+
+    def _access(self, headers: Mapping[str, str]) -> Access | None:
+        """What the token of a request allows to see; None if it has none that is valid."""
+        if not self.tokens:
+            return Access()
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            return None
+        digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).hexdigest()
+        chosen = None
+        for token in self.tokens:  # all of them, so that the time tells nothing
+            if hmac.compare_digest(token.sha256, digest):
+                chosen = token
+        if chosen is None or (chosen.expires is not None and time.time() >= chosen.expires):
+            return None
+        return Access(chosen.name, chosen.scope, chosen.rate)
+
+    def _in_rate(self, access: Access) -> bool:
+        """Whether a client has not used up its requests."""
+        if access.rate is None:
+            return True
+        now = time.monotonic()
+        most = 10 * access.rate
+        left, since = self._rates.get(access.name, (most, now))
+        left = min(most, left + (now - since) * access.rate)
+        self._rates[access.name] = (max(0.0, left - 1), now)
+        return left >= 1
+
+
+def _limited(receive: Receive) -> Receive:
+    """The body of a request, up to what is allowed."""
+    taken = 0
+
+    async def limited() -> Message:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > _MAX_BODY:
+            raise ValueError("the request is too large")
+        return message
+
+    return limited
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host in _LOOPBACK:
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,118 @@
+"""The application of `ucp serve`, and the server that runs it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse
+
+from ucformat.errors import (
+    Conflict,
+    IntegrityError,
+    NotFound,
+    PermissionDenied,
+    UcformatError,
+    UnsupportedError,
+    UsageError,
+)
+from ucformat.web.access import Gate
+from ucformat.web.hub import hub_routes
+from ucformat.web.library import NoFile, NoRepository, NoRevision
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp
+
+    from ucformat.web.access import Token
+    from ucformat.web.library import Library
+
+_log = logging.getLogger("ucformat.web")
+_STATUSES: tuple[tuple[type[UcformatError], int], ...] = (
+    (UsageError, 400),
+    (PermissionDenied, 403),
+    (NotFound, 404),
+    (Conflict, 409),
+    (UnsupportedError, 422),
+    (IntegrityError, 500),
+)
+#: Which errors the clients of the hub know by a name.
+_CODES: dict[type[UcformatError], str] = {
+    NoRepository: "RepoNotFound",
+    NoRevision: "RevisionNotFound",
+    NoFile: "EntryNotFound",
+}
+
+
+def make_app(
+    library: Library, tokens: Sequence[Token] = (), *, open_to_all: bool = False
+) -> Starlette:
+    """Make the application.
+
+    Args:
+        library: what it serves.
+        tokens: one of which a request must have; empty: requests need none.
+        open_to_all: answer requests to any host name although there are no tokens.
+    """
+    return Starlette(
+        routes=hub_routes(library),
+        middleware=[Middleware(Gate, tokens=tokens, open_to_all=open_to_all)],
+        exception_handlers={UcformatError: _failed},
+    )
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Tell a client what happened."""
+    assert isinstance(error, UcformatError)  # noqa: S101 - it handles no others
+    status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+    if status >= 500:
+        _log.error("%s %r: %s", request.method, request.url.path, error)
+    headers = {
+        "x-error-message": error.message.encode("ascii", "replace").decode().replace("\n", " ")
+    }
+    if type(error) in _CODES:
+        headers["x-error-code"] = _CODES[type(error)]
+    return JSONResponse({"error": error.message, "hint": error.hint}, status, headers)
+
+
+class _Server(uvicorn.Server):
+    """Tells its url when it is ready."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._told = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self._told(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+
+def run(app: ASGIApp, host: str, port: int, started: Callable[[str], None]) -> None:
+    """Serve until the process is told to end.
+
+    Args:
+        started: called with the url when requests are answered.
+    """
+    config = uvicorn.Config(
+        app,
+        host,
+        port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=5,
+        ws="none",
+        lifespan="off",
+    )
+    _Server(config, started).run()

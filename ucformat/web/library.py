@@ -1,0 +1,347 @@
+"""The checkpoints that a server has, by the names under which clients ask for them, opened once for many requests.
+
+A repository is a run, an alias, an id, or the name of a place that was given when the server was
+started. Its revisions are steps, `latest`, aliases and ids, and commits: 40 hexadecimal digits that
+are the id and a digest of how the checkpoint is presented, so equal commits have equal files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ucformat.errors import NotFound, UcformatError
+from ucformat.format.digest import document_digest
+from ucformat.jobs.bands import FileRanges
+from ucformat.jobs.export import plan_export
+from ucformat.references import open_entry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.entries import Entry
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.exporters.base import TargetFile
+    from ucformat.views.document import Steps
+
+#: Names of the newest revision: that of the hub's clients, git's, and ours.
+NEWEST = ("main", "HEAD", "latest")
+#: Some clients want a namespace before each name.
+NAMESPACE = "ucformat/"
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+#: Part of every commit; to be raised when the same checkpoint is presented by other files.
+_PRESENTATION = 1
+_OPEN = 32  # checkpoints that stay open
+_FRESH = 5.0  # seconds for which a place without a catalog is not opened again
+
+
+@dataclass(frozen=True)
+class Presentation:
+    """How checkpoints become the files of a model.
+
+    Attributes:
+        view: the steps of a view (None: none).
+        options: of the exporter of safetensors files.
+    """
+
+    view: Steps | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """What tells one presentation from another, 8 hexadecimal digits."""
+        described = [_PRESENTATION, repr(self.view), sorted(self.options.items())]
+        return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:8]
+
+
+class VirtualFile:
+    """A file of a model that is computed when it is asked for.
+
+    Attributes:
+        name: its path.
+        nbytes: its size.
+        oid: 40 hexadecimal digits; of a file of bytes alone those that git computes.
+        source: the checkpoint that its elements are read from.
+    """
+
+    def __init__(self, file: TargetFile, source: Checkpoint, commit: str) -> None:
+        self.name, self.nbytes, self.source = file.key, file.nbytes, source
+        self._file = file
+        self._ranges: FileRanges | None = None
+        content = self._content()
+        if content is None:
+            self.oid = hashlib.sha256(f"{commit} {file.key}".encode()).hexdigest()[:40]
+        else:
+            blob = b"blob %d\0" % len(content) + content
+            self.oid = hashlib.sha1(blob, usedforsecurity=False).hexdigest()
+
+    @property
+    def ranges(self) -> FileRanges:
+        """Its parts."""
+        if self._ranges is None:
+            self._ranges = FileRanges(self._file)
+        return self._ranges
+
+    def _content(self) -> bytes | None:
+        """The bytes of a file without tensors."""
+        parts = list(self._file.parts())
+        return b"".join(parts) if all(isinstance(part, bytes) for part in parts) else None  # type: ignore[arg-type]
+
+
+class Served:
+    """An opened checkpoint.
+
+    Attributes:
+        checkpoint: the checkpoint, through the view of the presentation.
+        commit: the name of this revision.
+        entry: what the catalog has of it; None if the place was given instead.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, commit: str, entry: Entry | None, presentation: Presentation
+    ) -> None:
+        self.checkpoint, self.commit, self.entry = checkpoint, commit, entry
+        self._presentation = presentation
+        self._files: dict[str, VirtualFile] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def files(self) -> Mapping[str, VirtualFile]:
+        """The files of the model, as an export would write them."""
+        with self._lock:
+            if self._files is None:
+                target = plan_export(self.checkpoint, "safetensors", **self._presentation.options)
+                self._files = {
+                    file.key: VirtualFile(file, self.checkpoint, self.commit)
+                    for file in sorted(target.files, key=lambda file: file.key)
+                }
+            return self._files
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a client may see.
+
+    Attributes:
+        name: of whom, for the log.
+        scope: a filter of the catalog that checkpoints must match; empty: all.
+        rate: requests in a second (None: any number).
+    """
+
+    name: str = "local"
+    scope: str = ""
+    rate: float | None = None
+
+    def filter(self, condition: str) -> str:
+        """A filter that is met by what meets a condition and may be seen."""
+        return (
+            f"({self.scope}) and ({condition})"
+            if self.scope and condition
+            else self.scope or condition
+        )
+
+
+class Library:
+    """The checkpoints of a server.
+
+    Args:
+        catalog: where checkpoints are looked up (None: only the places are served).
+        places: what opens each checkpoint that needs no catalog, by the name of its repository.
+        presentation: how checkpoints become files.
+        runs: serve only these runs of the catalog (default: all of it).
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog | None,
+        places: Mapping[str, Callable[[], Checkpoint]] | None = None,
+        presentation: Presentation = Presentation(),
+        *,
+        runs: Sequence[str] = (),
+    ) -> None:
+        self.catalog, self.places, self.presentation = catalog, dict(places or {}), presentation
+        self._runs = f"run in ({', '.join(map(quoted, runs))})" if runs else ""
+        self._digest = presentation.digest()
+        self._served: OrderedDict[str, Served] = OrderedDict()
+        self._opened: dict[str, tuple[float, Served]] = {}  # of places, and when
+        self._locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def entries(self, access: Access, where: str = "", **options: Any) -> list[Entry]:
+        """Find the checkpoints that match a filter, among those that a client may see.
+
+        Args:
+            options: those of `Catalog.find`.
+        """
+        conditions = [f"({text})" for text in (self._runs, access.scope, where) if text]
+        return self.catalog.find(" and ".join(conditions), **options) if self.catalog else []
+
+    # --- looking up
+
+    def revision(self, repository: str, revision: str, access: Access) -> Served:
+        """Look up a revision of a repository, which may be written below the namespace `ucformat`.
+
+        Raises:
+            NoRepository: there is no such repository, or this client may not see it.
+            NoRevision: the repository has no such revision.
+        """
+        repository = repository.removeprefix(NAMESPACE)
+        if repository in self.places:
+            return self._placed(repository, revision)
+        entry = self._find(repository, revision, access)
+        served = self.open(entry)
+        if _COMMIT.fullmatch(revision) and served.commit != revision:
+            raise NoRevision(
+                f"{repository} is not presented as in the commit {revision} any more",
+                hint="ask for the step instead",
+            )
+        return served
+
+    def reference(self, ref: str, access: Access) -> Served:
+        """Look up a reference of the catalog, or the name of a place."""
+        if ref in self.places:
+            return self._placed(ref, "latest")
+        return self.open(self.entry(ref, access))
+
+    def entry(self, ref: str, access: Access) -> Entry:
+        """What the catalog has of a reference; a place is none, so no client chooses paths."""
+        from ucformat.catalog.refs import parse_ref
+
+        if self.catalog is None or parse_ref(ref).place is not None:
+            raise NoRepository(f"there is no checkpoint {ref!r}")
+        try:
+            entry = self.catalog.get(ref)
+        except NotFound as error:
+            raise NoRepository(f"there is no checkpoint {ref!r}", hint=error.hint) from None
+        if entry.state != "committed" or not self.may_see(entry, access):
+            raise NoRepository(f"there is no checkpoint {ref!r}")
+        return entry
+
+    def may_see(self, entry: Entry, access: Access) -> bool:
+        """Whether a client may see a checkpoint."""
+        return bool(self.entries(access, f"id = {quoted(entry.id)}", limit=1))
+
+    def _find(self, repository: str, revision: str, access: Access) -> Entry:
+        """The checkpoint of a revision: `repository` is a run, an alias, or an id."""
+        is_newest = revision in NEWEST
+        if self._is_run(repository, access):
+            if _COMMIT.fullmatch(revision):
+                ref = revision[:32]
+            else:
+                ref = f"{repository}@{'latest' if is_newest else revision}"
+        else:
+            ref = repository
+        entry: Entry | None = None
+        for candidate in (ref, f"alias:{repository}") if ref == repository else (ref, revision):
+            try:
+                entry = self.entry(candidate, access)
+                break
+            except UcformatError:
+                continue
+        if entry is None:
+            if self._is_run(repository, access):
+                raise NoRevision(f"{repository} has no revision {revision!r}")
+            raise NoRepository(f"there is no repository {repository!r}")
+        if self._is_run(repository, access):
+            if entry.run != repository:
+                raise NoRevision(f"{repository} has no revision {revision!r}")
+        elif not (is_newest or revision in (entry.id, self._commit(entry.id), str(entry.step))):
+            raise NoRevision(f"{repository} has no revision {revision!r}")
+        return entry
+
+    def _is_run(self, name: str, access: Access) -> bool:
+        return bool(self.entries(access, f"run = {quoted(name)}", limit=1))
+
+    def repositories(self, access: Access, limit: int = 1000) -> Iterator[str]:
+        """The names of places, runs, aliases, and ids of checkpoints without a run."""
+        yield from self.places
+        entries = self.entries(access, limit=limit)
+        yield from dict.fromkeys(entry.run or entry.id for entry in entries)
+        yield from dict.fromkeys(alias for entry in entries for alias in entry.aliases)
+
+    def revisions(self, repository: str, access: Access, limit: int = 1000) -> list[Entry]:
+        """The checkpoints of a run, newest first."""
+        run = repository.removeprefix(NAMESPACE)
+        return self.entries(access, f"run = {quoted(run)}", limit=limit)
+
+    # --- opening
+
+    def open(self, entry: Entry) -> Served:
+        """The opened checkpoint of an entry."""
+        with self._lock:
+            lock = self._locks.setdefault(entry.id, threading.Lock())
+        with lock:
+            served = self._served.get(entry.id)
+            if served is None:
+                assert self.catalog is not None  # noqa: S101 - it has the entry
+                checkpoint, _ = open_entry(self.catalog, entry, entry.name)
+                served = Served(
+                    self._presented(checkpoint), self._commit(entry.id), entry, self.presentation
+                )
+            with self._lock:
+                self._served[entry.id] = served
+                self._served.move_to_end(entry.id)
+                while len(self._served) > _OPEN:
+                    oldest, _ = self._served.popitem(last=False)
+                    self._locks.pop(oldest, None)
+        return served
+
+    def forget(self, served: Served) -> None:
+        """Open a checkpoint again when it is next asked for, since its files have changed."""
+        with self._lock:
+            if served.entry is not None:
+                self._served.pop(served.entry.id, None)
+            self._opened = {n: (at, s) for n, (at, s) in self._opened.items() if s is not served}
+
+    def _placed(self, name: str, revision: str) -> Served:
+        """The checkpoint at a place that was given when the server was started."""
+        with self._lock:
+            lock = self._locks.setdefault(name, threading.Lock())
+        with lock:
+            at, served = self._opened.get(name, (0.0, None))
+            if served is None or time.monotonic() - at > _FRESH:
+                checkpoint = self.places[name]()
+                commit = self._commit(checkpoint.id)
+                if served is None or served.commit != commit:
+                    served = Served(self._presented(checkpoint), commit, None, self.presentation)
+                self._opened[name] = (time.monotonic(), served)
+        if revision not in (*NEWEST, served.commit, served.checkpoint.id):
+            raise NoRevision(f"{name} has no revision {revision!r}")
+        return served
+
+    def _presented(self, checkpoint: Checkpoint) -> Checkpoint:
+        view = self.presentation.view
+        return checkpoint if view is None else checkpoint.view(view)
+
+    def commit(self, entry: Entry) -> str:
+        """The name of the revision that a checkpoint of the catalog is."""
+        return self._commit(entry.id)
+
+    def _commit(self, identity: str) -> str:
+        if not _ID.fullmatch(identity):
+            identity = document_digest(identity).rpartition(":")[2][:32]
+        return identity + self._digest
+
+
+def quoted(text: str) -> str:
+    """A text in a filter."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+class NoRepository(NotFound):
+    """There is no such repository, or the client may not see it."""
+
+
+class NoRevision(NotFound):
+    """The repository has no such revision."""
+
+
+class NoFile(NotFound):
+    """The revision has no such file."""

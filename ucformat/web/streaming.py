@@ -1,0 +1,265 @@
+"""Responses whose bytes are read from the extents of tensors, and verified, while they are sent.
+
+A response reads a piece while the one before it is sent. Pieces are small until a client has shown
+that it is fast, and become small again when it is not, so clients that read slowly hold little
+memory. A fault in mid-stream closes the connection before the last byte that was promised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers, MutableHeaders
+
+from ucformat.errors import UcformatError
+from ucformat.jobs.inputs import Input
+from ucformat.reading.readable import TRACKERS
+from ucformat.storage.wrappers import check_unchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from starlette.types import Receive, Scope, Send
+
+    from ucformat.checkpoint import Checkpoint
+
+_log = logging.getLogger("ucformat.web")
+_SMALLEST = 64 << 10  # bytes of a piece for a client that reads slowly
+_FIRST = 256 << 10
+_LARGEST = 4 << 20
+_REMAINING = 1 << 20  # bytes that are read besides to complete a checksum
+_SLOW = 0.05  # seconds for which a piece may wait
+_RANGE = re.compile(r"bytes\s*=\s*(\d*)\s*-\s*(\d*)", re.ASCII)
+
+
+class Memory:
+    """The bytes that all responses together may hold in pieces larger than the smallest."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left, self._lock = nbytes, threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Reserve bytes; returns whether there were as many."""
+        with self._lock:
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        """Give back what was reserved."""
+        with self._lock:
+            self._left += nbytes
+
+
+_threads = ThreadPoolExecutor(2 * (os.cpu_count() or 1) + 4, "ucformat-web")
+_memory = Memory(64 << 20)
+
+
+@dataclass(frozen=True)
+class Content:
+    """Bytes that can be read by ranges.
+
+    Attributes:
+        nbytes: how many.
+        read: reads the bytes `[start, stop)`.
+        etag: what changes when they do.
+        source: the checkpoint they are read from.
+        media_type: of them.
+    """
+
+    nbytes: int
+    read: Callable[[Input, int, int], NDArray[np.uint8]]
+    etag: str
+    source: Checkpoint
+    media_type: str = "application/octet-stream"
+
+
+def chosen_range(headers: Headers, nbytes: int, etag: str) -> tuple[int, int] | None:
+    """The range `[start, stop)` that a request asks for; None for all bytes.
+
+    Several ranges at once are answered by all bytes, as HTTP allows.
+
+    Raises:
+        ValueError: the range cannot be satisfied.
+    """
+    text = headers.get("range")
+    condition = headers.get("if-range")
+    if text is None or (condition is not None and condition.strip('"') != etag):
+        return None
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
+        return None
+    first, last = match[1], match[2]
+    if len(first) > 18 or len(last) > 18 or not (first or last):
+        raise ValueError(text)
+    if not first:
+        start, stop = max(0, nbytes - int(last)), nbytes
+    else:
+        start, stop = int(first), min(nbytes, int(last) + 1) if last else nbytes
+    if start >= stop:
+        raise ValueError(text)
+    return start, stop
+
+
+class RangeResponse:
+    """Sends a range of content, or all of it; conditional and HEAD requests get headers alone."""
+
+    def __init__(
+        self,
+        content: Content,
+        headers: Mapping[str, str] | None = None,
+        failed: Callable[[UcformatError], None] = lambda _: None,
+    ) -> None:
+        self.content, self._headers, self._failed = content, dict(headers or {}), failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request; see ASGI."""
+        content, asked = self.content, Headers(scope=scope)
+        headers = MutableHeaders(self._headers)
+        headers.update(
+            {
+                "etag": f'"{content.etag}"',
+                "accept-ranges": "bytes",
+                "content-type": content.media_type,
+                "x-content-type-options": "nosniff",
+            }
+        )
+        start, stop, status = 0, content.nbytes, 200
+        matching = [
+            tag.strip().removeprefix("W/").strip('"')
+            for tag in asked.get("if-none-match", "").split(",")
+        ]
+        if content.etag in matching or "*" in matching:
+            status, stop = 304, 0
+        else:
+            try:
+                chosen = chosen_range(asked, content.nbytes, content.etag)
+            except ValueError:
+                status, stop = 416, 0
+                headers["content-range"] = f"bytes */{content.nbytes}"
+            else:
+                if chosen is not None:
+                    (start, stop), status = chosen, 206
+                    headers["content-range"] = f"bytes {start}-{stop - 1}/{content.nbytes}"
+        if status != 304:
+            headers["content-length"] = str(stop - start)
+        has_body = scope["method"] != "HEAD" and stop > start
+        sending = _Sending(content, start, stop) if has_body else None
+        has_begun = False
+        try:
+            if sending is not None:
+                await (
+                    sending.begin()
+                )  # before the status, so that it is true if nothing can be read
+            has_begun = True
+            await send({"type": "http.response.start", "status": status, "headers": headers.raw})
+            if sending is None:
+                await send({"type": "http.response.body", "body": b""})
+            else:
+                await sending.run(receive, send)
+        except UcformatError as error:
+            self._failed(error)
+            if not has_begun:
+                raise
+            # a response that is not completed closes the connection
+            _log.error("%s: the response was broken off: %s", scope["path"], error)
+        finally:
+            if sending is not None:
+                sending.close()
+
+
+class _Sending:
+    """Sends the bytes `[start, stop)` of content."""
+
+    def __init__(self, content: Content, start: int, stop: int) -> None:
+        self.content, self.position, self.stop = content, start, stop
+        self._input = Input(content.source, verify=True, shared=True)
+        self._size, self._reserved = _FIRST, 0
+        self._ahead: asyncio.Future[NDArray[np.uint8]] | None = None
+
+    def _start(self) -> None:
+        """Start to read the next piece."""
+        start, stop = self.position, min(self.stop, self.position + self._size)
+        self.position = stop
+        self._ahead = asyncio.get_running_loop().run_in_executor(
+            _threads, copy_context().run, self._read, start, stop
+        )
+
+    def _read(self, start: int, stop: int) -> NDArray[np.uint8]:
+        with self._input.task():
+            piece = self.content.read(self._input, start, stop)
+            if stop == self.stop and self._input.verifier is not None:
+                self._input.verifier.complete_nearly(_REMAINING)
+        if stop == self.stop:
+            check_unchanged(self.content.source.store, "the response is not complete", TRACKERS)
+        return piece
+
+    async def begin(self) -> None:
+        """Read the first piece."""
+        self._start()
+        assert self._ahead is not None  # noqa: S101 - started above
+        await asyncio.wait([self._ahead])
+        self._ahead.result()
+
+    async def run(self, receive: Receive, send: Send) -> None:
+        """Send all pieces, until the client is gone."""
+        loop = asyncio.get_running_loop()
+        gone = asyncio.ensure_future(_disconnected(receive))
+        is_fast = True
+        try:
+            while self._ahead is not None:
+                piece = await self._ahead
+                self._ahead = None
+                left = self.position < self.stop
+                if left and is_fast:
+                    self._start()
+                begun = loop.time()
+                await send({"type": "http.response.body", "body": piece.data, "more_body": left})
+                if gone.done():
+                    return
+                is_fast = loop.time() - begun < _SLOW
+                self._adapt(is_fast=is_fast)
+                if left and self._ahead is None:
+                    del piece
+                    # what was sent is still in the buffer of the connection: this waits for it
+                    await send({"type": "http.response.body", "body": b"", "more_body": True})
+                    self._start()
+        finally:
+            gone.cancel()
+            if self._ahead is not None:
+                await asyncio.wait([self._ahead])
+
+    def _adapt(self, *, is_fast: bool) -> None:
+        """Choose the size of the next piece."""
+        if not is_fast:
+            self._size = max(_SMALLEST, self._size // 4)
+            self._give(self._reserved)
+        elif self._size < _LARGEST and _memory.take(2 * self._size):
+            self._reserved += 2 * self._size
+            self._size *= 2
+
+    def _give(self, nbytes: int) -> None:
+        _memory.give(nbytes)
+        self._reserved -= nbytes
+
+    def close(self) -> None:
+        """Give back the memory, and stop verifying."""
+        self._give(self._reserved)
+        self._input.close()
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
