@@ -15,9 +15,13 @@ from tests.torch.torch_program import (
     BEFORE,
     Wide,
     adamw,
+    attending,
+    low_bit_state,
     muon_state,
     plain,
     train,
+    train_attending,
+    train_low_bit,
 )
 from ucformat.errors import UsageError
 from ucformat.torch import StateParts, load, save
@@ -129,8 +133,55 @@ def test_weights_that_torchao_casts_in_the_all_gather(tmp_path: Path) -> None:
         assert "in the checkpoint it is not" in said
 
 
-def test_context_parallel_ranks_hold_what_data_parallel_ones_hold(tmp_path: Path) -> None:
-    for expected, found in RANKS.run("context", 2, tmp_path):
-        assert found == expected
-    state = adam_state(1)
-    assert load(state, tmp_path / "cut", strict=True, certify=True)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_context_parallelism(tmp_path: Path, ranks: int) -> None:
+    """What PyTorch cuts along the sequence, in place or not, is whole in the checkpoint, or refused."""
+
+    def make(seed: int) -> State:
+        model = attending(seed)
+        return {"model": model, "optimizer": adamw(model), "done": 0}
+
+    state = make(0)
+    train_attending(state, BEFORE)
+    save(state, tmp_path / "one", certify=True)
+    reference = train_attending(state, AFTER)
+    for result in RANKS.run("context", ranks, tmp_path):
+        for losses in result["losses"]:
+            assert losses == pytest.approx(reference, rel=1e-5)
+        *inside, after = result["refused"]
+        for said in inside:
+            assert "model.angles may be a part that context_parallel has cut" in said
+        assert "model.angles" in after
+    again = make(1)
+    assert load(again, tmp_path / "cut", strict=True, certify=True)
+    assert torch.equal(again["model"].angles, state["model"].angles)
+    assert train_attending(again, AFTER) == pytest.approx(reference, rel=1e-5)
+    assert not (tmp_path / "inside").exists()
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_states_in_8_bits(tmp_path: Path, library: str) -> None:
+    """Whole ones go on from their codes, in any number of processes; those of FSDP1's cuts are refused by name."""
+    pytest.importorskip(library, reason=f"needs {library}: pip install {library}")
+    kinds = ["ddp", "orig"] if library == "bitsandbytes" else ["ddp", "orig", "fsdp2"]
+    results = RANKS.run("low_bit", 2, tmp_path, library=library, kinds=kinds)
+    for result in results:
+        refused = result.pop("orig")
+        assert "optimizer.state.0.weight" in refused
+        assert "FSDP1" in refused
+        for expected, resumed in result.values():
+            assert resumed == expected
+    assert not (tmp_path / "orig").exists()
+    for kind in results[0]:
+        state = low_bit_state(1, library, "one")
+        assert load(state, tmp_path / kind, strict=True, certify=True)
+        assert train_low_bit(state, AFTER) == results[0][kind][0]
+    codes = {k for k, t in ucformat.open(tmp_path / "ddp").tensors.items() if t.dtype == "uint8"}
+    assert {key.name for key in codes} == {"0.weight", "2.weight"}
+
+
+def test_plain_states_of_sharded_parameters_are_refused(tmp_path: Path) -> None:
+    """They are this rank's shards; equal ones, such as zeros, would pass for replicas of whole tensors."""
+    for result in RANKS.run("low_bit", 2, tmp_path, library="local", kinds=["fsdp2"]):
+        assert "0.weight.average is a plain tensor of the shape [64, 64]" in result["fsdp2"]
+    assert not (tmp_path / "fsdp2").exists()

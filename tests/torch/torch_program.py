@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import _context_parallel_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.torch.fsdp1_program import TOKENS, Net, State
 from tests.torch.ranks import told
@@ -293,37 +297,215 @@ def float8(folder: Path) -> list[Any]:
     ]
 
 
-def context(folder: Path) -> list[Any]:
-    """FSDP2 over data and context parallel ranks together: each of two ranks has half of each sequence."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-    mesh["dp", "cp"]._flatten("dp_cp")
+SEQUENCE = 8
 
-    def make(seed: int) -> State:
-        model = sharded(plain(seed), mesh=mesh["dp_cp"])
-        return {"model": model, "optimizer": adamw(model), "done": 0}
 
-    def steps(state: State, count: int) -> list[float]:
-        out = []
-        for _ in range(count):
-            tokens = tokens_of(state["done"])
-            rank = mesh["cp"].get_local_rank()
-            inputs, targets = (t.chunk(2, 1)[rank] for t in (tokens, tokens.roll(-1, 1)))
-            logits = state["model"](inputs)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            loss.backward()
-            state["optimizer"].step()
-            state["optimizer"].zero_grad()
-            state["done"] += 1
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            out.append(total.item() / 2)
+class Attending(Net):
+    """A model whose tokens see those before them, with persistent buffers for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(7, 21)
+        self.register_buffer("angles", torch.linspace(0, 3, SEQUENCE * 7).view(SEQUENCE, 7).sin())
+        self.register_buffer("positions", torch.arange(SEQUENCE))
+
+    def forward(
+        self, tokens: torch.Tensor, angles: Any = None, positions: Any = None, group: Any = None
+    ) -> torch.Tensor:
+        angles = self.angles if angles is None else angles
+        positions = self.positions if positions is None else positions
+        query, *others = self.mix(self.embed(tokens) + angles).split(7, -1)
+        key, value = (_gathered(t, 1, group) for t in others)
+        later = positions[:, None] < _gathered(positions, 0, group)
+        scores = (query @ key.transpose(1, 2)).masked_fill(later, float("-inf"))
+        x = scores.softmax(-1) @ value
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
         return out
 
+
+class _Gather(torch.autograd.Function):
+    """Joins the parts of the ranks of a context; each gets the sum of the gradients of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+        ctx.dim, ctx.group, ctx.size = dim, group, part.shape[dim]
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        first = dist.get_rank(ctx.group) * ctx.size
+        return total.narrow(ctx.dim, first, ctx.size), None, None
+
+
+def _gathered(tensor: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    return tensor if group is None else _Gather.apply(tensor, dim, group)
+
+
+def attending(seed: int) -> Attending:
+    torch.manual_seed(seed)
+    return Attending()
+
+
+def batch_of(step: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(step)
+    return torch.randint(TOKENS, (SHARED_BATCH, SEQUENCE), generator=g)
+
+
+def train_attending(state: State, count: int) -> list[float]:
+    """The losses of one process."""
+    return _context_steps(state, count, lambda tokens, targets: (state["model"](tokens), targets))
+
+
+def _context_steps(state: State, count: int, forward: Any) -> list[float]:
+    out = []
+    for _ in range(count):
+        tokens = batch_of(state["done"])
+        logits, targets = forward(tokens, tokens.roll(-1, 1))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["done"] += 1
+        total = loss.detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+        out.append(total.item())
+    return out
+
+
+def context(folder: Path) -> dict[str, Any]:
+    """FSDP2 over data and context parallel ranks together, by both of PyTorch's ways to cut sequences."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "cp"))
+    mesh["dp", "cp"]._flatten("dp_cp")
+    cp, group = mesh["cp"], mesh["cp"].get_group()
+
+    def make(seed: int) -> State:
+        model = sharded(attending(seed), mesh=mesh["dp_cp"])
+        return {"model": model, "optimizer": adamw(model), "done": 0}
+
+    def own_rows(*batches: torch.Tensor) -> list[torch.Tensor]:
+        rank, size = mesh["dp"].get_local_rank(), mesh["dp"].size()
+        return [t.chunk(size)[rank].clone() for t in batches]
+
+    def in_place(state: State, count: int, inside: Callable[[], Any] | None = None) -> Any:
+        """As `context_parallel` cuts the sequence, and the model's own buffers in it."""
+        model, told_inside = state["model"], []
+
+        def forward(*batches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            tokens, targets = own_rows(*batches)
+            buffers = [tokens, targets, model.angles, model.positions]
+            kept = {tokens, targets}
+            with context_parallel(
+                cp, buffers=buffers, buffer_seq_dims=[1, 1, 0, 0], no_restore_buffers=kept
+            ):
+                assert len(model.angles) == SEQUENCE // 2
+                told_inside.append(None if inside is None else inside())
+                return model(tokens, group=group), targets
+
+        losses = _context_steps(state, count, forward)
+        return losses if inside is None else told_inside[-1]
+
+    def new_tensors(state: State, count: int) -> list[float]:
+        """As `_context_parallel_shard` returns parts, and leaves the buffers as they are."""
+        model = state["model"]
+
+        def forward(*batches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            given = [*own_rows(*batches), model.angles, model.positions]
+            tokens, targets, *rest = _context_parallel_shard(cp, given, [1, 1, 0, 0])
+            return model(tokens, *rest, group=group), targets
+
+        return _context_steps(state, count, forward)
+
     state = make(0)
-    steps(state, BEFORE)
+    in_place(state, BEFORE)
     save(state, folder / "cut", certify=True)
-    expected = steps(state, AFTER)
+    expected = in_place(state, AFTER)
     again = make(1)
     load(again, folder / "cut", strict=True, certify=True)
     assert certify(again, folder / "cut")
-    return [expected, steps(again, AFTER)]
+    other = make(1)
+    load(other, folder / "one", strict=True, certify=True)
+    results = [expected, new_tensors(again, AFTER), in_place(other, AFTER)]
+    refused = [
+        in_place(other, 1, lambda: told(lambda: save(other, folder / "inside"))),
+        in_place(other, 1, lambda: told(lambda: load(other, folder / "cut"))),
+    ]
+    with context_parallel(
+        cp,
+        buffers=[other["model"].angles],
+        buffer_seq_dims=[0],
+        no_restore_buffers={other["model"].angles},
+    ):
+        pass  # which leaves the part of this rank
+    refused.append(told(lambda: save(other, folder / "inside")))
+    return {"losses": results, "refused": refused}
+
+
+# States in 8 bits
+
+
+def low_bit_state(seed: int, library: str, kind: str) -> State:
+    """A model whose matrices have states in 8 bits, whole, replicated or sharded; `local`: of the rank's shard."""
+    torch.manual_seed(seed)
+    model: Any = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind in ("flat", "orig"):
+        cpu = torch.device("cpu")
+        model = FullyShardedDataParallel(model, use_orig_params=kind == "orig", device_id=cpu)
+    elif kind == "fsdp2":
+        fully_shard(model)
+    if library == "local":
+        optimizer: Any = OfShards(model.parameters(), {})
+    elif library == "bitsandbytes":
+        optimizer = importlib.import_module("bitsandbytes").optim.AdamW8bit(model.parameters())
+    else:
+        torch.compile = lambda function=None, **_: function  # it needs a compiler
+        optimizer = importlib.import_module("torchao.optim").AdamW8bit(model.parameters())
+    return {"model": model, "optimizer": optimizer, "done": 0}
+
+
+class OfShards(torch.optim.Optimizer):
+    """Keeps plain states of each rank's shards, as some fused optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            own = p.to_local()
+            self.state[p].setdefault("average", torch.zeros_like(own)).lerp_(p.grad.to_local(), 0.1)
+            own.sub_(self.state[p]["average"])
+
+
+def train_low_bit(state: State, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        g = torch.Generator().manual_seed(state["done"])
+        loss = state["model"](torch.randn(4, 64, generator=g)).square().mean()
+        loss.backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["done"] += 1
+        losses.append(loss.item())
+    return losses
+
+
+def low_bit(folder: Path, library: str, kinds: list[str]) -> dict[str, Any]:
+    """The losses of trainings that go on, and what is said of those that are refused."""
+    out: dict[str, Any] = {}
+    for kind in kinds:
+        state = low_bit_state(0, library, kind)
+        train_low_bit(state, BEFORE)
+        out[kind] = said = told(lambda: save(state, folder / kind, certify=True))  # noqa: B023
+        if not said:
+            expected = train_low_bit(state, AFTER)
+            again = low_bit_state(1, library, kind)
+            load(again, folder / kind, strict=True, certify=True)
+            out[kind] = [expected, train_low_bit(again, AFTER)]
+    return out

@@ -28,7 +28,9 @@ from ucformat.torch.state.names import GlobalNames, plain_name, with_extra_state
 from ucformat.torch.state.objects import PerRank, Rng, StateParts
 from ucformat.torch.state.sharded import (
     adopt_groups,
+    check_local_states,
     dtensor_class,
+    is_cut_by_context,
     is_flattened,
     is_fsdp1,
     is_sharded_tensor,
@@ -134,6 +136,12 @@ def collect(
         state,
         [(p, m) for p, m in values_of(state) if isinstance(m, torch.nn.Module)],
     )
+    for path, value in collected.tensors.items():
+        if is_usual(value) and is_cut_by_context(value):
+            raise UsageError(
+                f"{dotted(path)} may be a part that context_parallel has cut, inside its context",
+                hint="save and load outside of the `with context_parallel(…)` block",
+            )
     with torch.no_grad():  # in which it is faster to ask for the local tensors of DTensors
         contents = {
             p: t
@@ -673,6 +681,7 @@ def _optimizer(
     collected.optimizers.setdefault(path, []).append(LiveOptimizer(local, groups, params, slots))
     for name, param in params.items():
         states = local.state.get(param, {})
+        check_local_states(dotted((*path, "state", name)), param, states)
         collect_states(collected, (*path, "state", name), states, slots.get(name))
     if local is not optimizer:
         collected.finish.append(partial(adopt_groups, optimizer))

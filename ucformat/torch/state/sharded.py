@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from ucformat.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -43,6 +45,29 @@ def is_fsdp1(value: object) -> TypeGuard[FullyShardedDataParallel]:
 def is_flattened(parameter: torch.Tensor | None) -> bool:
     """Check whether FSDP1 has taken a parameter into a flat one, or it is a flat one."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def is_cut_by_context(tensor: torch.Tensor) -> bool:
+    """Check whether `context_parallel`, inside its context, may have cut a buffer in place, which then looks whole."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if not getattr(module, "_replaced_functions", None):  # there is no public way to tell
+        return False
+    end = tensor.storage_offset() + tensor.numel()
+    return bool(tensor.untyped_storage().nbytes() > end * tensor.itemsize)
+
+
+def check_local_states(label: str, param: torch.Tensor, states: Mapping[str, Any]) -> None:
+    """UnsupportedError if a state is this rank's shard in a plain tensor, which would be taken for a whole one."""
+    if not is_dtensor(param) or (shard := param._local_tensor.shape) == param.shape:  # noqa: SLF001 - also of a wrapper
+        return
+    for state, value in states.items():
+        own = getattr(value, "shape", ())
+        if len(own) and own == shard and not is_dtensor(value):
+            raise UnsupportedError(
+                f"{label}.{state} is a plain tensor of the shape {list(own)} of this rank's shard of "
+                f"its parameter {list(param.shape)}",
+                hint="let the optimizer make its states like the parameter: torch.zeros_like(param)",
+            )
 
 
 def local_optimizer(label: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
