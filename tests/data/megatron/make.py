@@ -250,19 +250,24 @@ def built(spec: dict[str, Any], wrap: Any = data_parallel) -> Run:
             if "fp32" in spec and spec["fp32"] in parameter_name:
                 parameter.data = parameter.data.float()
         chunks.append(wrap(spec, config, wrapped))
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=args.lr,
-            weight_decay=0.01,
-            bf16=spec.get("bf16", False),
-            params_dtype=args.params_dtype,
-            use_distributed_optimizer=bool(spec.get("optimizer")),
-            clip_grad=0.0,
-        ),
-        chunks,
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        weight_decay=0.01,
+        bf16=spec.get("bf16", False),
+        params_dtype=args.params_dtype,
+        use_distributed_optimizer=bool(spec.get("optimizer")),
+        clip_grad=0.0,
     )
-    return Run(args, chunks, optimizer)
+    if "muon" in spec:
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+        layer_wise = spec["muon"] == "layer-wise"
+        muon = get_megatron_muon_optimizer(
+            config, chunks, layer_wise_distributed_optimizer=layer_wise
+        )
+        return Run(args, chunks, muon)
+    return Run(args, chunks, get_megatron_optimizer(config, chunks))
 
 
 def main(name: str) -> None:

@@ -359,7 +359,7 @@ class _Plan:
         names = part.names()
         if not any(map(is_of_step, self.ck.tensors)):
             self._forgotten.append(part)  # saved before the first step
-        elif (step := self._step(names)) is not None:
+        elif part.counts_steps and (step := self._step(names)) is not None:
             self._steps.append((part, step))
         self._want_groups(part)
         self._want_scale(part)
@@ -430,11 +430,7 @@ class _Plan:
             options = [
                 o for n in names if (o := self._hypers.get(self.names.get(n, n))) is not None
             ]
-            options = options or [
-                g.options
-                for g in self.ck.manifest.groups
-                if all(g.options.get(i) == group.get(i) for i in IDENTIFIERS)
-            ]
+            options = options or self._options_like(group)
             hypers = [
                 {k: v for k, v in o.items() if k in group and k not in _NOT_HYPER} for o in options
             ]
@@ -444,6 +440,16 @@ class _Plan:
                 self.values.fit(
                     f"the hyper-parameter {key} of {label}", slot, decode(value, current)
                 )
+
+    def _options_like(self, group: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The hyper-parameters of the groups with a group's identifiers, rather of optimizers of its kind."""
+        alike: list[Mapping[str, Any]] = [
+            g.options
+            for g in self.ck.manifest.groups
+            if all(g.options.get(i) == group.get(i) for i in IDENTIFIERS)
+        ]
+        hyper = group.keys() - _NOT_HYPER
+        return [options for options in alike if hyper <= options.keys()] or alike
 
     def _want_objects(self) -> None:
         """Match sharded objects, by their keys and shards."""

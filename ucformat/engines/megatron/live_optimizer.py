@@ -222,6 +222,12 @@ class LivePart:
                 names[number] += dict.fromkeys(own)
         return names
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the optimizer has a step; one that only has a momentum, such as Muon, has none."""
+        states = {state for own in self.optimizer.optimizer.state.values() for state in own}
+        return states != {"momentum_buffer"}
+
     def step(self) -> float | int | None:
         """The step of all parameters of this rank; None before the first one, and if it has none.
 
@@ -318,8 +324,9 @@ def live_parts(
     optimizer: Any, weights: WeightRegions, chunks: Sequence[ShardedChunk] = ()
 ) -> list[LivePart]:
     """The parts of an optimizer: those that it chains, or itself."""
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    if type(optimizer) is ChainedOptimizer:
+    if type(optimizer) in (ChainedOptimizer, LayerWiseDistributedOptimizer):
         return [LivePart(one, weights, chunks) for one in optimizer.chained_optimizers]
     return [LivePart(optimizer, weights, chunks)]

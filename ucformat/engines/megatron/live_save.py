@@ -22,7 +22,6 @@ from ucformat.errors import UnsupportedError, refuse_arguments
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import json_key
-from ucformat.torch.loading.match import PARAMETER
 from ucformat.torch.saving.asynchronous import async_save as async_save_state
 from ucformat.torch.saving.save import prepare, save_prepared, saving_group
 from ucformat.torch.state.local import LocalState
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from os import PathLike
 
-    from ucformat.engines.megatron.live_entries import StateEntries
+    from ucformat.engines.megatron.live_entries import Path, StateEntries
     from ucformat.engines.megatron.live_shards import LocalBoxes, Rows
     from ucformat.torch.saving.handles import SaveHandle
     from ucformat.torch.saving.options import SaveArguments
@@ -120,7 +119,7 @@ class LiveModel:
             for r in of_entry
             if not r.view.is_meta
         ]
-        regions += self._steps(regions, named) if steps else ()
+        regions += [r for entries in named for r in _steps(entries)] if steps else ()
         return [*local_weights(regions, self.layout, self.rows), *self._sharded()]
 
     def _sharded(self) -> Iterator[LocalBoxes]:
@@ -143,23 +142,24 @@ class LiveModel:
                     if shared or not state.is_shared:
                         yield from state.local(self.layout, self.rows)
 
-    def _steps(self, regions: list[Region], named: list[StateEntries]) -> Iterator[Region]:
-        """The step of every parameter with whole states, which Megatron keeps once."""
-        values = [v for entries in named for v in _values(entries.plain, _STEP)]
-        steps = [v for v in values if torch.is_tensor(v) and not v.dim()]
-        if not steps or len({float(s) for s in steps}) > 1:
-            return
-        for name in dict.fromkeys(r.key.name for r in regions if r.key.state not in PARAMETER):
-            yield Region(Key(name, "step"), (), Box((), ()), steps[0].detach())
+
+def _steps(entries: StateEntries) -> Iterator[Region]:
+    """The step of every parameter with whole states, which Megatron keeps once for all states of an optimizer."""
+    for path, step in _paths_of(entries.plain, _STEP):
+        if not torch.is_tensor(step) or step.dim():
+            continue
+        states = [r for p, rs in entries.tensors.items() if p[: len(path)] == path for r in rs]
+        for name in dict.fromkeys(region.key.name for region in states):
+            yield Region(Key(name, "step"), (), Box((), ()), step.detach())
 
 
-def _values(values: Any, key: str) -> Iterator[Any]:
-    """The values under a key, at any depth of nested mappings."""
+def _paths_of(values: Any, key: str, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The values under a key, at any depth of nested mappings, with the paths of the mappings that have it."""
     for name, value in values.items() if isinstance(values, dict) else ():
         if name == key:
-            yield value
+            yield path, value
         else:
-            yield from _values(value, key)
+            yield from _paths_of(value, key, (*path, name))
 
 
 def collect(sharded_state_dict: Mapping[str, Any], *, vocab_size: int | None = None) -> LocalState:
@@ -229,7 +229,7 @@ def groups_of(live: LiveModel, ndims: Mapping[Key, int]) -> tuple[dict[str, Any]
     """The optimizer groups with their parameters by name; of an optimizer's state dict by Megatron's rule."""
     if live.parts:
         return tuple(group for part in live.parts if not part.empty for group in part.groups())
-    raw = [g for groups in _values(live.entries.plain, "param_groups") for g in groups]
+    raw = [g for _, groups in _paths_of(live.entries.plain, "param_groups") for g in groups]
     trained = {key.name for key in ndims if key.state not in ("weight", "weight.padding")}
     members = [
         Member(k.name, n) for k, n in ndims.items() if k.state == "weight" and k.name in trained

@@ -36,6 +36,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     # without training steps, for which context parallelism needs Transformer Engine
     "cp2": {"world": 2, "cp": 2, "layers": 1, "bf16": True, "vocab": 32, **FLAT},
     "cp2-tp2": {"world": 4, "cp": 2, "tp": 2, "layers": 1, "bf16": True, "vocab": 32, **FULL},
+    "muon-dp2": {"world": 2, **GATED, "muon": "layer-wise"},
+    "muon-tp2": {"world": 2, "tp": 2, **GATED, "muon": "layer-wise"},
+    "muon-tp2-dp2": {"world": 4, "tp": 2, **GATED, "muon": "layer-wise"},
+    "muon-pp2": {"world": 2, "pp": 2, **GATED, "muon": "plain"},
+    "muon-one": {"world": 1, **GATED, "muon": "plain"},
     "tied-tp2": {"world": 2, "tp": 2, "layers": 2, "bf16": True, "tied": True, "vocab": 32, **FLAT},
     "tied-pp2": {"world": 2, "pp": 2, "layers": 2, "bf16": True, "tied": True, "vocab": 32, **FULL},
 }
@@ -125,6 +130,18 @@ def test_strategies_of_megatrons_own_functions(tp2: Saved, tmp_path: Path) -> No
     assert told["losses"] == pytest.approx(tp2.losses, rel=1e-3)
 
 
+def test_layer_wise_muon(tmp_path: Path) -> None:
+    """Each rank has the states of some parameters, which Megatron itself loads on as many ranks only."""
+    first = Saved(tmp_path / "muon", "muon-dp2")
+    assert differences(first.ours, first.own) == []
+    ck = ucformat.open(str(first.ours))
+    assert set(ck.states("decoder.layers.0.mlp.linear_fc2.weight")) == {
+        *("weight", "master", "momentum_buffer")
+    }
+    assert "exp_avg" in ck.states("embedding.word_embeddings.weight")
+    first.goes_on(tmp_path / "whole", "muon-one", rel=1e-3)
+
+
 @pytest.mark.matrix
 def test_tensors_are_described(tmp_path: Path) -> None:
     """But for halves that are cut, in which a rank has two boxes; flat buckets, too."""
@@ -177,6 +194,8 @@ def test_a_vocabulary_that_is_padded_otherwise(tmp_path: Path) -> None:
         ("fp32-plain", ["fp32"]),
         ("ep2", ["experts-pp2", "experts-one"]),
         ("experts-pp2", ["ep2"]),
+        ("muon-tp2-dp2", ["muon-pp2", "muon-dp2"]),
+        ("muon-pp2", ["muon-tp2"]),
         ("tied-tp2", ["tied-pp2"]),
         ("tied-pp2", ["tied-tp2"]),
     ],

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import tests.engines.megatron.live.beside  # noqa: F401
+from tests.engines.megatron.live import emerging
 from tests.engines.megatron.load_megatron import keep_steps, maker
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class Training:
         if not hasattr(moe_utils, "te_general_gemm"):  # a NameError without Transformer Engine
             moe_utils.te_general_gemm = None
         self.spec, self.ps = spec, ps
+        if "muon" in spec:
+            emerging.provide()
         made_by = maker()
         made_by.VOCAB = spec.get("vocab", made_by.VOCAB)
         self.run = made_by.built(spec, getattr(self, "wrap", made_by.data_parallel))
