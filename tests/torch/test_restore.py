@@ -20,6 +20,7 @@ from ucformat.torch.loading.values import SavedState, find_object, fit_groups, f
 from ucformat.torch.state.collect import collect
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from ucformat.torch.comm.group import Group
@@ -403,6 +404,32 @@ def test_options_that_the_optimizer_does_not_have_yet(tmp_path: Path) -> None:
         "the hyper-parameter initial_lr",
     }
     assert load(flat, ck, leave="optim.param_groups.*")
+
+
+def test_groups_that_differ_in_a_mark_of_their_engine_become_one(tmp_path: Path) -> None:
+    """As Megatron-Core's groups of experts, which an optimizer without expert parallelism does not have apart."""
+
+    def made(marks: Sequence[bool], lr: float) -> dict[str, Any]:
+        net = torch.nn.Linear(2, 2)
+        groups = [{"params": [p], "lr": lr} for p in net.parameters()]
+        optimizer = torch.optim.AdamW(groups if marks else net.parameters(), lr=lr)
+        for group, mark in zip(optimizer.param_groups, marks, strict=False):
+            group["is_expert_parallel"] = mark
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+        return {"model": net, "optim": optimizer}
+
+    ck = checkpoint(tmp_path / "ck", made((True, False), 0.7))
+    state = made((), 0.2)
+    report = load(state, ck)
+    assert report.left == ("the hyper-parameter is_expert_parallel of group 0 of optim",)
+    assert load(state, ck, leave="optim.param_groups.*.is_expert_parallel")
+    (group,) = state["optim"].param_groups
+    assert (group["lr"], "is_expert_parallel" in group) == (0.7, False)
+    given = made((True, False), 0.7)
+    given["optim"].param_groups[1]["lr"] = 0.1
+    with pytest.raises(StateMismatch, match=r"groups with different hyper-parameters \(lr\)"):
+        load(state, checkpoint(tmp_path / "other", given))
 
 
 def test_options_of_a_group_without_parameters(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ucformat.torch.state.objects import Rng, decode, encode, unfit
 from ucformat.torch.state.subclasses import RECORD, check_live
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.reading.readable import GroupPlace
@@ -522,15 +522,22 @@ def fit_groups(
     """Match the optimizer groups of a state with stored hyper-parameters, by the names of the parameters.
 
     If some parameters of a group are not stored, the hyper-parameters of the others apply. A group
-    without parameters has those of the group with its number, if as many were saved.
+    without parameters has those of the group with its number, if as many were saved. Of groups that
+    are one here, what differs is left if it is no hyper-parameter of the group, as an engine's marks.
     """
     fit = FittedValues()
 
     def fit_group(
-        label: str, text: str, group: CollectedGroup, doc: GroupDoc, saved: Sequence[GroupDoc]
+        label: str,
+        text: str,
+        group: CollectedGroup,
+        doc: GroupDoc,
+        saved: Sequence[GroupDoc],
+        differing: Collection[str] = (),
     ) -> None:
         """Give a group what was saved of a group, of which some belong to the same optimizer."""
-        options = _settable(group, doc, saved)
+        settable = _settable(group, doc, saved)
+        options = {key: value for key, value in settable.items() if key not in differing}
         if doc in saved:
             fit.left.extend(
                 f"the hyper-parameter {key} of {label}"
@@ -567,13 +574,16 @@ def fit_groups(
                     "groups were saved"
                 )
             for part in group.parts():
-                docs = [g for p in part.params if (g := group_of(p)) is not None]
-                if any(g.options != docs[0].options for g in docs[1:]):
+                saved_in = (g for p in part.params if (g := group_of(p)) is not None)
+                docs = [*{id(g): g for g in saved_in}.values()]
+                differing = _differing([doc.options for doc in docs])
+                if conflicts := differing & group.options.keys():
                     fit.others.append(
                         f"{label}: its parameters were in groups with different hyper-parameters"
+                        f" ({', '.join(sorted(conflicts))})"
                     )
                 elif docs:
-                    fit_group(label, text, part, docs[0], saved)
+                    fit_group(label, text, part, docs[0], saved, differing)
     return fit
 
 
@@ -617,6 +627,17 @@ def _add_lacking(
         )
     else:
         fit.missing.append(f"{label}: the hyper-parameters of {', '.join(lacking[:3])}")
+
+
+def _differing(options: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The hyper-parameters in which groups differ."""
+    first = options[0] if options else {}
+    return {
+        key
+        for other in options[1:]
+        for key in first.keys() | other.keys()
+        if first.get(key, ABSENT) != other.get(key, ABSENT)
+    }
 
 
 _NO_OPTIONS = ("param_names", "state")  # entries of stored groups that are no hyper-parameters
