@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ucformat.engines.deepspeed.live_experts import local_experts
-from ucformat.engines.deepspeed.live_tensor_parallel import tensor_parallel
+from ucformat.engines.deepspeed.live_tensor_parallel import (
+    tensor_parallel,
+    tensor_parallel_ranks,
+)
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.distribution import Distribution, RankMesh
 from ucformat.geometry.flat_buffer import FlatBuffer, part_range
@@ -149,17 +152,18 @@ def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _refuse_engine(engine: Any) -> None:
-    # among whose model-parallel ranks are those of all stages
-    grid = engine.grid if engine.pipeline_parallelism else None
-    ranks = engine.mp_world_size if grid is None else grid.get_slice_parallel_world_size()
+    is_pipeline = engine.pipeline_parallelism  # whose model-parallel ranks are those of all stages
+    own = engine.mp_world_size > 1 and engine.autotp_size() <= 1 and not is_pipeline
+    cut_stages = is_pipeline and len(tensor_parallel_ranks(engine)) > 1
     unsupported = {
-        "tensor parallelism of a program's own (mpu)": ranks > 1 and engine.autotp_size() <= 1,
+        "tensor parallelism of a program's own (mpu)": own,
+        "tensor parallelism and experts in a pipeline": cut_stages and engine.has_moe_layers,
         "AutoTP and AutoEP": engine.autotp_size() > 1 and _has_autoep(engine),
-        "AutoTP and pipelines": engine.autotp_size() > 1 and engine.pipeline_parallelism,
+        "AutoTP and pipelines": engine.autotp_size() > 1 and is_pipeline,
         "AutoTP and sequence parallelism": (
             engine.autotp_size() > 1 and engine.sequence_parallel_size > 1
         ),
-        "AutoEP in a pipeline": engine.pipeline_parallelism and _has_autoep(engine),
+        "AutoEP in a pipeline": is_pipeline and _has_autoep(engine),
         "ZenFlow": engine.zenflow,
     }
     for feature, is_used in unsupported.items():

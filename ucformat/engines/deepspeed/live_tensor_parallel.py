@@ -1,4 +1,7 @@
-"""The parts of parameters that this rank of a DeepSpeed engine has, as AutoTP's layers describe them."""
+"""The parts of parameters that this rank of a DeepSpeed engine has, as AutoTP's layers describe them.
+
+A pipeline may consist of these layers, too: AutoTP itself has no place in pipelines.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from ucformat.engines.deepspeed.live_experts import LocalExperts
 
 _HINT = "use engine.save_checkpoint, or an engine without AutoTP"
+_OWN_LAYERS = "use AutoTP's layers (deepspeed.module_inject.layers), which say how they are cut"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +67,33 @@ class TensorParallel:
 def tensor_parallel(
     engine: Any, parameters: Mapping[str, torch.nn.Parameter], experts: LocalExperts
 ) -> TensorParallel | None:
-    """Return what AutoTP has cut in an engine; None if it is not used.
+    """Return what AutoTP's layers have cut in an engine; None if there is no tensor parallelism.
 
     Raises:
         UnsupportedError: a layer does not describe how it has cut a parameter, or an expert is cut
             whose other parts no rank has.
     """
     from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+    from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    if engine.autotp_size() <= 1:
+    lanes = tensor_parallel_ranks(engine)
+    if len(lanes) <= 1:
         return None
-    mesh = _mesh(engine)
+    mesh = _mesh(engine, lanes)
     at = mesh.coordinate(dist.get_rank())
     assert at is not None  # noqa: S101 - checked with the mesh
-    meshes = _meshes_of_experts(engine, parameters, experts)
+    meshes = _meshes_of_experts(engine, lanes, parameters, experts)
     cut: dict[str, CutParameter] = {}
     is_even = True
     for name, parameter in parameters.items():
         recorded = getattr(parameter, DS_AUTOTP_UC_META, None)
-        if not recorded:  # the layer was left as it is
-            continue
+        if not recorded:
+            if is_model_parallel_parameter(parameter):
+                raise UnsupportedError(
+                    f"a layer of the program's own has cut {name} over {len(lanes)} ranks",
+                    hint=_OWN_LAYERS,
+                )
+            continue  # the layer was left as it is
         local = tuple(getattr(parameter, "ds_shape", parameter.shape))
         conversion = recorded.get("conversion") or {}
         affine = conversion.get("affine_map")
@@ -114,11 +125,22 @@ def tensor_parallel(
     return TensorParallel(mesh, cut, is_even, meshes)
 
 
+def tensor_parallel_ranks(engine: Any) -> list[int]:
+    """The ranks that have the other parts of what tensor parallelism cuts, and this one, in order."""
+    if engine.autotp_size() > 1:
+        group = engine.mpu.get_tensor_model_parallel_group()
+    elif engine.pipeline_parallelism:
+        group = engine.grid.get_slice_parallel_group()
+    else:
+        return [dist.get_rank()]
+    ranks: list[int] = dist.get_process_group_ranks(group)
+    return ranks
+
+
 def _meshes_of_experts(
-    engine: Any, names: Iterable[str], experts: LocalExperts
+    engine: Any, columns: list[int], names: Iterable[str], experts: LocalExperts
 ) -> dict[str, RankMesh | None]:
     """The mesh of each expert's parameter: the ranks that have the same part of it, and tensor-parallel ranks."""
-    columns = dist.get_process_group_ranks(engine.mpu.get_tensor_model_parallel_group())
     lane = set(dist.get_process_group_ranks(engine.seq_data_parallel_group))
     meshes: dict[str, RankMesh | None] = {}
     for name in names:
@@ -129,11 +151,15 @@ def _meshes_of_experts(
     return meshes
 
 
-def _mesh(engine: Any) -> RankMesh:
-    """The mesh of data-parallel and tensor-parallel ranks."""
-    groups = (engine.seq_data_parallel_group, engine.mpu.get_tensor_model_parallel_group())
-    mesh = RankMesh.crossing(dist.get_rank(), *map(dist.get_process_group_ranks, groups))
-    if mesh is None or sorted(mesh.ranks.flat) != list(range(dist.get_world_size())):
+def _mesh(engine: Any, lanes: list[int]) -> RankMesh:
+    """The mesh of data-parallel and tensor-parallel ranks: all of this rank's stage."""
+    replicas = dist.get_process_group_ranks(engine.seq_data_parallel_group)
+    mesh = RankMesh.crossing(dist.get_rank(), replicas, lanes)
+    if engine.pipeline_parallelism:
+        ranks = engine.grid.topology().get_axis_list("pipe", engine.grid.get_stage_id())
+    else:
+        ranks = range(dist.get_world_size())
+    if mesh is None or sorted(mesh.ranks.flat) != sorted(ranks):
         raise UnsupportedError(
             "AutoTP with other parallelism than that of data cannot be saved or loaded yet",
             hint=_HINT,

@@ -22,8 +22,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.module_inject import set_autotp_mode
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups as ds_groups
 from safetensors.torch import save_file
 
@@ -148,6 +151,15 @@ def _specs() -> list[dict[str, Any]]:
     ]
 
 
+class Cut(make.Block):  # type: ignore[name-defined]
+    """A block of AutoTP's layers, as a pipeline can have them, although AutoTP itself cannot make them there."""
+
+    def __init__(self, group: Any, *, buffers: bool) -> None:
+        super().__init__(buffers=buffers)
+        self.up = LinearLayer(self.up, group, name="up")
+        self.down = LinearAllreduce(self.down, group, name="down")
+
+
 def pipeline_of(task: Task) -> PipelineModule:
     ends = [LayerSpec(make.Embed, VOCAB), LayerSpec(make.Head, VOCAB)]
     if task.tied:
@@ -155,13 +167,20 @@ def pipeline_of(task: Task) -> PipelineModule:
             TiedLayerSpec("embed", make.Embed, VOCAB),
             TiedLayerSpec("embed", make.Embed, VOCAB, forward_fn=make.as_head),
         ]
+    stages: dict[str, Any] = {"num_stages": task.pp}
     blocks = [LayerSpec(make.Block, buffers=task.buffers) for _ in range(2)]
+    if task.tp > 1:
+        replicas = dist.get_world_size() // task.pp // task.tp
+        topology = PipeModelDataParallelTopology(num_pp=task.pp, num_mp=task.tp, num_dp=replicas)
+        stages = {"topology": topology}
+        set_autotp_mode(training=True)
+        lanes = {tuple(r): dist.new_group(r) for r in topology.get_axis_comm_lists("model")}
+        own = next(group for ranks, group in lanes.items() if dist.get_rank() in ranks)
+        blocks = [LayerSpec(Cut, own, buffers=task.buffers) for _ in range(2)]
     if task.model == "routed":
         blocks = [LayerSpec(make.Routed, task.ep), blocks[0], LayerSpec(make.Routed, task.ep)]
     layers = [ends[0], *blocks, LayerSpec(torch.nn.LayerNorm, make.HIDDEN), ends[1]]
-    return PipelineModule(
-        layers, num_stages=task.pp, loss_fn=make.loss_of, partition_method="uniform"
-    )
+    return PipelineModule(layers, loss_fn=make.loss_of, partition_method="uniform", **stages)
 
 
 def model_of(task: Task) -> torch.nn.Module:
@@ -231,7 +250,7 @@ def config(task: Task, replicas: int) -> dict[str, Any]:
         out["use_data_before_expert_parallelism"] = True
     if task.model == "stacked":
         out["expert_parallel"] = make.auto_of(task.ep)
-    if task.tp > 1:
+    if task.tp > 1 and not task.pp:
         own = make.cuts_of(cut=task.cut) if task.model == "experts" else _specs()
         specs = {"use_default_specs": False, "layer_specs": own}
         out["tensor_parallel"] = {"autotp_size": task.tp, "partition_config": specs}
@@ -264,7 +283,7 @@ class Engine:
         self.task, self.net = task, net or model_of(task)
         self.engine, *_ = deepspeed.initialize(
             model=self.net,
-            config=config(task, dist.get_world_size() // max(task.pp, task.tp, 1)),
+            config=config(task, dist.get_world_size() // max(task.pp, 1) // task.tp),
             model_parameters=groups_of(task, self.net),
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, slower),
         )
@@ -353,7 +372,8 @@ def run(task: Task, out: Path) -> None:
         facts["loaded"] = trainer.facts()
         facts["report"] = [bool(report), bool(report.certificate), report.lineage.kind]
         if task.zero is not None:
-            assert report.client_state == ({} if task.load == "pipe-none" else {"iteration": 3})
+            plain = task.load in ("pipe-none", "grids-none")
+            assert report.client_state == ({} if plain else {"iteration": 3})
     else:
         for step in range(3):
             trainer.step(step)
@@ -493,12 +513,26 @@ def halves(_: Task, out: Path) -> dict[str, Any]:
     return {"told": told, "opened": opened, "committed": (out / "no").exists()}
 
 
+def lanes(_: Task, out: Path) -> dict[str, Any]:
+    """Layers of a program's own, as Megatron's, are refused in a pipeline: they do not say how they are cut."""
+    trainer = Engine(Task("", pp=2, tp=2))
+    ucd.save(trainer.engine, str(out / "good"))
+    for name, weight in trainer.net.named_parameters():
+        if name.endswith(".up.weight"):
+            delattr(weight, DS_AUTOTP_UC_META)
+    told = said(lambda: ucd.save(trainer.engine, str(out / "no")))
+    loaded = said(lambda: ucd.load(trainer.engine, str(out / "good")))
+    trainer.close()
+    return {"told": told, "loaded": loaded, "committed": (out / "no").exists()}
+
+
 EDGES: dict[str, Callable[[Task, Path], Any]] = {
     "extras": extras,
     "untied": untied,
     "refused": refused,
     "unclear": unclear,
     "halves": halves,
+    "lanes": lanes,
 }
 
 
