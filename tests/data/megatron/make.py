@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 HIDDEN, HEADS, GROUPS, WIDTH, VOCAB = 8, 4, 2, 10, 19
@@ -93,6 +95,7 @@ class Nothing:
 def without_cuda() -> None:
     """Megatron asks for CUDA in many places; here all of them get the CPU."""
     cpu = torch.device("cpu")
+    torch._dynamo.config.disable = True  # compiling asks the device for more than there is here
     torch.cuda.current_device = lambda: cpu
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.get_device_properties = lambda *args: argparse.Namespace(
@@ -123,6 +126,23 @@ def without_cuda() -> None:
         setattr(torch, name, on_cpu)
 
 
+def norms_of_sequences() -> None:
+    """Let PyTorch's norms take the part of a sequence that each tensor-parallel rank has, as Apex's do."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    make = WrappedTorchNorm.__new__
+
+    def made(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        norm = make(cls, whole, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = made
+
+
 def arguments(spec: dict[str, Any]) -> argparse.Namespace:
     tp = spec.get("tp", 1)
     return argparse.Namespace(
@@ -137,7 +157,7 @@ def arguments(spec: dict[str, Any]) -> argparse.Namespace:
         pipeline_model_parallel_size=spec.get("pp", 1),
         virtual_pipeline_model_parallel_size=spec.get("vpp"),
         expert_model_parallel_size=spec.get("ep", 1),
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=spec.get("etp", 1),
         num_experts=spec.get("experts"),
         vocab_size=VOCAB,
         padded_vocab_size=-(-VOCAB // (8 * tp)) * 8 * tp,
@@ -182,6 +202,7 @@ def built(spec: dict[str, Any], wrap: Any = data_parallel) -> Run:
             module, "get_cuda_rng_tracker"
         ):
             module.get_cuda_rng_tracker = lambda *args, **kwargs: Nothing()
+    norms_of_sequences()
     args = arguments(spec)
     dist.init_process_group("gloo")
     ps.initialize_model_parallel(
@@ -189,16 +210,22 @@ def built(spec: dict[str, Any], wrap: Any = data_parallel) -> Run:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         context_parallel_size=spec.get("cp", 1),
         num_distributed_optimizer_instances=spec.get("outer", 1),
     )
     torch.manual_seed(7 + 100 * ps.get_pipeline_model_parallel_rank())
     moe = (
-        {"num_moe_experts": args.num_experts, "moe_router_topk": 2, "moe_grouped_gemm": False}
+        {
+            "num_moe_experts": args.num_experts,
+            "moe_router_topk": 2,
+            "moe_grouped_gemm": spec.get("grouped", False),
+        }
         if args.num_experts
         else {}
     )
+    if spec.get("router_bias"):
+        moe |= {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=HIDDEN,
@@ -209,11 +236,13 @@ def built(spec: dict[str, Any], wrap: Any = data_parallel) -> Run:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        sequence_parallel=bool(args.num_experts and args.tensor_model_parallel_size > 1),
         use_cpu_initialization=True,
         pipeline_dtype=args.params_dtype,
         bf16=spec.get("bf16", False),
         gated_linear_unit=args.swiglu,
+        activation_func=torch.nn.functional.silu if spec.get("silu") else torch.nn.functional.gelu,
         add_bias_linear=not args.swiglu,
         normalization=args.normalization,
         bias_dropout_fusion=False,
@@ -224,9 +253,13 @@ def built(spec: dict[str, Any], wrap: Any = data_parallel) -> Run:
         apply_rope_fusion=False,
         **moe,
     )
+    if spec.get("grouped"):  # a kernel for CUDA, which saves and loads do not need
+        from megatron.core.transformer.moe import grouped_gemm_util
+
+        grouped_gemm_util.grouped_gemm = True
     layers = get_gpt_layer_local_spec(
         num_experts=args.num_experts,
-        moe_grouped_gemm=False,
+        moe_grouped_gemm=spec.get("grouped", False),
         normalization="RMSNorm" if args.swiglu else None,
     )
     chunks = []

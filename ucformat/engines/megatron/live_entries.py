@@ -73,16 +73,22 @@ class StateEntries:
     def weights(self) -> WeightRegions:
         """The regions of the model's weights, by their memory."""
         regions = (r for of_entry in self.tensors.values() for r in of_entry)
-        return WeightRegions(r for r in regions if r.key.state == "weight")
+        weights = (r for r in regions if r.key.state == "weight")
+        return WeightRegions(weights, self.owners.values())
 
 
 class WeightRegions:
     """The regions of weights, found by memory: an entry may be a detached tensor, or a part of a parameter."""
 
-    def __init__(self, regions: Iterable[Region]) -> None:
+    def __init__(self, regions: Iterable[Region], owners: Iterable[torch.Tensor]) -> None:
         placed = ((*_address(r.view), r) for r in regions if r.view.numel())
         self._placed = sorted(placed, key=itemgetter(0, 1))
         self._addresses = [at[:2] for at in self._placed]
+        self._owners = {_address(owner) for owner in owners if owner.numel()}
+
+    def is_saved_otherwise(self, parameter: torch.Tensor) -> bool:
+        """Whether it is in the state dict, but no region in its memory: a factory copies what it saves of it."""
+        return _address(parameter) in self._owners and not self.of(parameter)
 
     def of(self, parameter: torch.Tensor) -> list[Region]:
         """The regions in the memory of a parameter, in its order; none if it is not in the state dict."""

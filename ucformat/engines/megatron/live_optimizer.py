@@ -123,6 +123,16 @@ class LivePart:
         """The regions of a parameter of the model; UsageError if the model's state is not passed."""
         regions = self._weights.of(parameter)
         if not regions:
+            if self._weights.is_saved_otherwise(parameter):
+                raise UnsupportedError(
+                    f"a module saves its parameter of shape {list(parameter.shape)} in another order of "
+                    "elements, as the legacy GroupedMLP turns each expert: the states of the optimizer "
+                    "cannot follow it",
+                    hint=(
+                        "train with sequential experts, or Transformer Engine's grouped ones (without "
+                        "--moe-use-legacy-grouped-gemm), or save the model alone"
+                    ),
+                )
             raise UsageError(
                 f"the optimizer has a parameter of shape {list(parameter.shape)} that is not in "
                 "the model's sharded state dict",

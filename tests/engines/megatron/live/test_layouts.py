@@ -16,6 +16,8 @@ pytestmark = pytest.mark.engine
 
 GATED = {"layers": 2, "swiglu": True, "bf16": True, "vocab": 32}
 FLAT, FULL = {"optimizer": "dp_reshardable"}, {"optimizer": "fully_reshardable"}
+#: Experts whose router counts how often it has chosen each, and corrects its choice.
+BIASED = {"experts": 4, "router_bias": True, **GATED}
 #: As `tests/data/megatron/make.py` describes them. Only the distributed optimizer has a format.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"world": 2, "tp": 2, **GATED, **FLAT},
@@ -31,6 +33,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"world": 4, "ep": 2, "experts": 4, **GATED, **FLAT},
     "experts-pp2": {"world": 2, "pp": 2, "experts": 4, **GATED, **FULL},
     "experts-one": {"world": 1, "experts": 4, **GATED},
+    "ep2-etp2": {"world": 4, "tp": 2, "ep": 2, "etp": 2, **BIASED, **FLAT},
+    "biased-ep4": {"world": 4, "ep": 4, **BIASED, **FULL},
+    "biased-pp2": {"world": 4, "tp": 2, "pp": 2, "ep": 2, **BIASED, **FLAT},
+    "biased-one": {"world": 1, **BIASED},
     "padded": {"world": 2, "tp": 2, **GATED, **FLAT, "vocab": 19},
     "padded-one": {"world": 1, **GATED, **FLAT, "vocab": 19},
     # without training steps, for which context parallelism needs Transformer Engine
@@ -180,6 +186,34 @@ def test_a_vocabulary_that_is_padded_otherwise(tmp_path: Path) -> None:
         x, y = a[key][...], b[key][...]
         assert x[: len(y)].tobytes() == y.tobytes()
         assert key.state.endswith(".padding") or x.shape == y.shape
+
+
+@pytest.mark.matrix
+def test_experts_that_their_module_turns_are_refused_with_an_optimizer(tmp_path: Path) -> None:
+    """Whose states, unlike the weights, Megatron itself saves in another order, too (Megatron-LM 909)."""
+    grouped = {"world": 2, "ep": 2, "experts": 4, "grouped": True, **GATED}
+    optimizers: list[dict[str, Any]] = [{}, FLAT]
+    for number, optimizer in enumerate(optimizers):
+        place = tmp_path / f"ck{number}"
+        with pytest.raises(AssertionError, match="the legacy GroupedMLP turns each expert"):
+            trained(tmp_path, {**grouped, **optimizer}, {"gradients": 1}, {"save": str(place)})
+        assert not place.exists()
+
+
+@pytest.mark.matrix
+def test_experts_that_are_cut_and_what_their_router_has_counted(tmp_path: Path) -> None:
+    """Each part of each expert once (Megatron-LM 1836, KempnerForge 202), and the same bias on all ranks."""
+    first = Saved(tmp_path / "saved", "ep2-etp2")
+    assert differences(first.ours, first.own) == []
+    ck = ucformat.open(str(first.ours))
+    for layer in range(2):
+        mlp = f"decoder.layers.{layer}.mlp"
+        for name in ("linear_fc1", "linear_fc2"):
+            experts = [f"{mlp}.experts.local_experts.{n}.{name}.weight" for n in range(4)]
+            assert len({ck[name, "weight"][...].tobytes() for name in experts}) == 4
+        assert ck[f"{mlp}.router.expert_bias", "weight"][...].any()
+    for other in ("ep2-etp2", "biased-ep4", "biased-pp2", "biased-one"):
+        first.goes_on(tmp_path / other, other, rel=1e-3)
 
 
 @pytest.mark.matrix
