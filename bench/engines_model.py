@@ -1,12 +1,26 @@
-"""A tiny Llama in plain PyTorch with the names, the arithmetic and the optimizer of Megatron-Core's GPT."""
+"""The models of `bench.engines` in plain PyTorch, with the arithmetic and the optimizer of Megatron-Core's GPT.
+
+The dense one, a tiny Llama, has its names, too; the one of experts is Hugging Face's Mixtral.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.engines_shared import GROUPS, HEADS, HIDDEN, LAYERS, VOCAB, WIDTH
+from bench.engines_shared import (
+    CHOSEN,
+    EXPERTS,
+    GROUPS,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    WIDTH,
+)
 
 ROWS, LENGTH = 4, 6  # of a batch
 _HEAD = HIDDEN // HEADS
@@ -19,8 +33,50 @@ def batch_of(step: int) -> torch.Tensor:
     return torch.randint(0, _TOKENS, (ROWS, LENGTH), generator=generator)
 
 
-def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def model_of(name: str) -> nn.Module:
+    """A model, the same in each process."""
+    torch.manual_seed(0)
+    return mixtral() if name == "moe" else Gpt()
+
+
+def layers_of(net: Any) -> tuple[Any, list[str], str, str, str]:
+    """The layers of a model, and the modules that tensor parallelism cuts.
+
+    In each layer by columns, and by rows; the embedding, and the head.
+    """
+    if isinstance(net, Gpt):
+        columns, rows = ["self_attention.linear_qkv"], "self_attention.linear_proj"
+        return net.decoder.layers, columns, rows, "embedding.word_embeddings", "output_layer"
+    columns = [f"self_attn.{x}_proj" for x in "qkv"]
+    return net.model.layers, columns, "self_attn.o_proj", "model.embed_tokens", "lm_head"
+
+
+def mixtral() -> nn.Module:
+    """A tiny Mixtral of Hugging Face, with the arithmetic of Megatron-Core's GPT with experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        max_position_embeddings=4 * LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        initializer_range=0.3,
+        use_cache=False,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return MixtralForCausalLM(config)
+
+
+def loss_of(out: Any, tokens: torch.Tensor) -> torch.Tensor:
     """The mean loss of guessing the next token; the first one follows the last."""
+    logits = out if isinstance(out, torch.Tensor) else out.logits
     return functional.cross_entropy(
         logits.flatten(0, 1).float(), torch.roll(tokens, -1, 1).flatten()
     )

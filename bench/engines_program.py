@@ -1,6 +1,6 @@
 """One engine of `bench.engines`, on each of its ranks: `engines_program.py JOB`.
 
-JOB is JSON of the form `{"engine", "options", "folder", "save", "loads": {source: {"place", "view",
+JOB is JSON of the form `{"model", "engine", "options", "folder", "save", "loads": {source: {"place", "view",
 "rename", "strict"}}}`. The engine trains two steps, saves to `save` if that is given, and trains two
 more; then it loads each source, saves what it then has to `folder/SOURCE`, and trains two steps.
 `folder/told.json` has the losses, and what reports and certificates lack.
@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,10 +23,11 @@ import ucformat
 from bench.engines_model import (
     Block,
     Embedding,
-    Gpt,
     Head,
     batch_of,
+    layers_of,
     loss_of,
+    model_of,
     optimizer_of,
 )
 from bench.engines_shared import AFTER, BEFORE
@@ -34,8 +38,8 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.torch import Certificate
 
-#: What only DeepSpeed has: the scale of losses, which is 1 here.
-OF_DEEPSPEED = ["optimizer.loss_scaler.*"]
+#: What only DeepSpeed has, the scale of losses, which is 1 here, and Megatron-Core, a mark of groups of experts.
+OF_ENGINES = ["optimizer.loss_scaler.*", "optimizer.param_groups.*.is_expert_parallel"]
 
 
 class Training(Protocol):
@@ -54,9 +58,8 @@ class Training(Protocol):
 class Plain:
     """One process, or FSDP2 over `dp` ranks with `tp` of tensor parallelism."""
 
-    def __init__(self, *, dp: int = 0, tp: int = 1) -> None:
-        torch.manual_seed(0)
-        self.net: Any = Gpt()
+    def __init__(self, model: str, *, dp: int = 0, tp: int = 1) -> None:
+        self.net: Any = model_of(model)
         self.rank, self.ranks = 0, 1
         if dp:
             self._shard(dp, tp)
@@ -65,7 +68,7 @@ class Plain:
     def _shard(self, dp: int, tp: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import (
             ColwiseParallel,
             RowwiseParallel,
@@ -73,20 +76,23 @@ class Plain:
         )
 
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        layers, columns, rows, embedding, head = layers_of(self.net)
         if tp > 1:
-            layer = {
-                "self_attention.linear_qkv": ColwiseParallel(),
-                "self_attention.linear_proj": RowwiseParallel(),
-            }
-            for block in self.net.decoder.layers:
-                parallelize_module(block, mesh["tp"], layer)
+            layer = {name: ColwiseParallel() for name in columns}
+            for block in layers:
+                parallelize_module(block, mesh["tp"], layer | {rows: RowwiseParallel()})
             ends = {
-                "embedding.word_embeddings": RowwiseParallel(input_layouts=Replicate()),
-                "output_layer": ColwiseParallel(output_layouts=Replicate()),
+                embedding: RowwiseParallel(input_layouts=Replicate()),
+                head: ColwiseParallel(output_layouts=Replicate()),
             }
             parallelize_module(self.net, mesh["tp"], ends)
-        for block in self.net.decoder.layers:
-            fully_shard(block, mesh=mesh["dp"])
+
+        def placed(parameter: torch.Tensor) -> Shard | None:
+            """With tensor parallelism stacks of experts are cut within each, otherwise between them."""
+            return Shard(1) if tp > 1 and parameter.dim() > 2 else None
+
+        for block in layers:
+            fully_shard(block, mesh=mesh["dp"], shard_placement_fn=placed)
         fully_shard(self.net, mesh=mesh["dp"])
         self.rank, self.ranks = mesh["dp"].get_local_rank(), dp
 
@@ -110,24 +116,21 @@ class Plain:
         from ucformat.torch import certify, load
 
         state = {"model": self.net, "optimizer": self.optimizer}
-        report = load(state, ck, **options, leave=OF_DEEPSPEED)
-        return said(report, certify(state, ck, rename=options["rename"], leave=OF_DEEPSPEED))
+        report = load(state, ck, **options, leave=OF_ENGINES)
+        return said(report, certify(state, ck, rename=options["rename"], leave=OF_ENGINES))
 
 
 class DeepSpeed:
-    """ZeRO of some stage, or a pipeline of `pp` stages."""
+    """ZeRO of some stage, also in a pipeline of `pp` stages, or with experts over `ep` ranks by AutoEP."""
 
-    def __init__(self, *, zero: int = 1, pp: int = 0) -> None:
+    def __init__(self, model: str, *, zero: int = 1, pp: int = 0, tp: int = 1, ep: int = 0) -> None:
         import deepspeed
-        from deepspeed.pipe import PipelineModule
 
-        torch.manual_seed(0)
         self.pp = pp
-        self.net: Any = Gpt()
+        self.net: Any = model_of(model)
+        replicas = dist.get_world_size() // max(pp, 1) // tp
         if pp:
-            layers = [Embedding(), Block(), Block(), Head()]
-            self.net = PipelineModule(layers, num_stages=pp, loss_fn=loss_of)
-        replicas = dist.get_world_size() // max(pp, 1)
+            self.net = pipeline(pp, tp, replicas)
         config = {
             "train_micro_batch_size_per_gpu": len(batch_of(0)) // replicas,
             "steps_per_print": 10**6,
@@ -141,7 +144,25 @@ class DeepSpeed:
             },
         }
         optimizer = optimizer_of(self.net)
-        self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=optimizer, config=config)
+        training: dict[str, Any] = {"optimizer": optimizer}
+        if ep:
+            config["expert_parallel"] = {
+                "enabled": True,
+                "autoep_size": ep,
+                "preset_model": "mixtral",
+                "use_grouped_mm": False,
+            }
+            # made by DeepSpeed, after AutoEP has replaced parameters
+            same = {name: optimizer.defaults[name] for name in ("lr", "weight_decay")}
+            config["optimizer"] = {"type": "AdamW", "params": {**same, "torch_adam": True}}
+            groups = [group["params"] for group in optimizer.param_groups]
+            named = [{"name": str(n), "params": params} for n, params in enumerate(groups)]
+            training = {"model_parameters": named}
+        # DeepSpeed 0.19.8 would move what records routers' logits, as it was before Transformers 5.23
+        recorders = "transformers.utils.output_capturing._CAN_RECORD_REGISTRY"
+        with patch(recorders, None) if ep else nullcontext():
+            made = deepspeed.initialize(model=self.net, config=config, **training)
+        self.engine = made[0]
 
     def step(self, number: int) -> float:
         """See Training."""
@@ -164,14 +185,14 @@ class DeepSpeed:
         """See Training."""
         import ucformat.torch.deepspeed as ucd
 
-        report = ucd.load(self.engine, ck, **options)
+        report = ucd.load(self.engine, ck, **options, leave=OF_ENGINES)
         return said(report, ucd.certify(self.engine, ck, rename=options["rename"]))
 
 
 class Megatron:
     """Megatron-Core or Megatron-FSDP; `options` are those of `tests/data/megatron/make.py`."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, _: str, **options: Any) -> None:
         from tests.engines.megatron.live.fsdp import FsdpTraining
         from tests.engines.megatron.live.train import Training as CoreTraining
 
@@ -195,11 +216,39 @@ class Megatron:
         import ucformat.torch.megatron as ucm
 
         state = {**self.live.model(), "optimizer": self.live.optimizer}
-        report = ucm.load(state, ck, **options, leave=OF_DEEPSPEED)
+        report = ucm.load(state, ck, **options, leave=OF_ENGINES)
         for name, chunk in zip(self.live.model(), self.live.chunks, strict=True):
             if name in report.state:  # a chunk of Megatron-FSDP is loaded itself
                 chunk.module.load_state_dict(report.state[name])
-        return said(report, ucm.certify(state, ck, rename=options["rename"], leave=OF_DEEPSPEED))
+        return said(report, ucm.certify(state, ck, rename=options["rename"], leave=OF_ENGINES))
+
+
+def pipeline(stages: int, lanes: int, replicas: int) -> Any:
+    """The dense model as a pipeline, each of whose layers is cut over `lanes` ranks by AutoTP's layers."""
+    from deepspeed.module_inject import layers as autotp
+    from deepspeed.module_inject import set_autotp_mode
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    layers = [Embedding(), Block(), Block(), Head()]
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=lanes, num_dp=replicas)
+    if lanes > 1:
+        set_autotp_mode(training=True)
+        groups = {tuple(r): dist.new_group(r) for r in topology.get_axis_comm_lists("model")}
+        group = next(g for ranks, g in groups.items() if dist.get_rank() in ranks)
+        kinds = {
+            "word_embeddings": autotp.VocabParallelEmbedding,
+            "linear_qkv": autotp.LinearLayer,
+            "linear_proj": autotp.LinearAllreduce,
+            "linear_fc1": autotp.GateUpPack_LinearLayer,
+            "linear_fc2": autotp.LinearAllreduce,
+            "output_layer": partial(autotp.LinearLayer, gather_output=True),
+        }
+        for module in [m for layer in layers for m in layer.modules()]:
+            for name, child in [*module.named_children()]:
+                if name in kinds:
+                    setattr(module, name, kinds[name](child, group, name=name))
+    return PipelineModule(layers, topology=topology, loss_fn=loss_of)
 
 
 def mean(loss: torch.Tensor) -> float:
@@ -235,11 +284,10 @@ def main(job: dict[str, Any]) -> None:
     if kind == "deepspeed":
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("gloo")
     elif kind != "megatron":  # which does it itself
         dist.init_process_group("gloo")
-    training = KINDS[kind](**job["options"])
+    training = KINDS[kind](job["model"], **job["options"])
     told: dict[str, Any] = {"losses": {}, "problems": {}}
     if job["save"]:
         for step in range(BEFORE):

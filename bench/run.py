@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench.common import ROOT
 
+#: By the command after `python -m bench.`
 BENCHMARKS = {
     "startup": "Start of commands",
     "open": "Opening in place, and one row",
@@ -49,7 +50,8 @@ BENCHMARKS = {
     "register": "Registering a tree again",
     "jobs": "Jobs over several processes",
     "paper": "The paper's sources and targets",
-    "engines": "Every engine under every other",
+    "engines --model dense --resume": "Every engine under every other",
+    "engines --model moe --resume": "Experts: every engine under every other",
 }
 
 
@@ -66,9 +68,8 @@ def main() -> None:
     machine, sections = machine_of_today(), before()
     for name in sys.argv[1:] or list(BENCHMARKS):
         made = f"{dt.datetime.now(dt.UTC).date()}, commit {commit()}; {software()}"
-        done = subprocess.run(
-            [sys.executable, "-m", f"bench.{name}"], capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-m", *f"bench.{name}".split()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)
         print(done.stdout, flush=True)
