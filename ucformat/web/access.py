@@ -64,6 +64,8 @@ def load_tokens(path: str) -> list[Token]:
         raise UsageError(
             f"{path}: {error}", hint="docs/guides/serve.md shows such a file"
         ) from None
+    if not tables:
+        raise UsageError(f"{path} has no token", hint="docs/guides/serve.md shows such a file")
     tokens = []
     for number, table in enumerate(tables, 1):
         unknown = set(table) - {"name", "sha256", "where", "expires", "rate"}

@@ -13,10 +13,11 @@ import re
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import NotFound, UcformatError
+from ucformat.errors import NotFound, UsageError
 from ucformat.format.digest import document_digest
 from ucformat.jobs.bands import FileRanges
 from ucformat.jobs.export import plan_export
@@ -193,7 +194,7 @@ class Library:
             NoRevision: the repository has no such revision.
         """
         repository = repository.removeprefix(NAMESPACE)
-        if repository in self.places:
+        if self._has_place(repository, access):
             return self._placed(repository, revision)
         entry = self._find(repository, revision, access)
         served = self.open(entry)
@@ -206,9 +207,13 @@ class Library:
 
     def reference(self, ref: str, access: Access) -> Served:
         """Look up a reference of the catalog, or the name of a place."""
-        if ref in self.places:
+        if self._has_place(ref, access):
             return self._placed(ref, "latest")
         return self.open(self.entry(ref, access))
+
+    def _has_place(self, name: str, access: Access) -> bool:
+        """Whether a client may see a place of this name: it is in no catalog, so no filter admits it."""
+        return name in self.places and not access.scope
 
     def entry(self, ref: str, access: Access) -> Entry:
         """What the catalog has of a reference; a place is none, so no client chooses paths."""
@@ -229,39 +234,38 @@ class Library:
         return bool(self.entries(access, f"id = {quoted(entry.id)}", limit=1))
 
     def _find(self, repository: str, revision: str, access: Access) -> Entry:
-        """The checkpoint of a revision: `repository` is a run, an alias, or an id."""
-        is_newest = revision in NEWEST
-        if self._is_run(repository, access):
-            if _COMMIT.fullmatch(revision):
-                ref = revision[:32]
-            else:
-                ref = f"{repository}@{'latest' if is_newest else revision}"
+        """The checkpoint of a revision: `repository` is a run, else an alias or an id."""
+        if not self._is_run(repository, access):
+            entry = self._first((repository, f"alias:{repository}"), access)
+            if entry is None:
+                raise NoRepository(f"there is no repository {repository!r}")
+            names = (*NEWEST, entry.id, self.commit(entry), str(entry.step))
+            chosen = entry if revision in names else None
+        elif _COMMIT.fullmatch(revision):
+            # of most ids it is the beginning
+            entry = self._first((revision[:32],), access)
+            entries = self.revisions(repository, access) if entry is None else [entry]
+            chosen = next((e for e in entries if self.commit(e)[:32] == revision[:32]), None)
         else:
-            ref = repository
-        entry: Entry | None = None
-        for candidate in (ref, f"alias:{repository}") if ref == repository else (ref, revision):
-            try:
-                entry = self.entry(candidate, access)
-                break
-            except UcformatError:
-                continue
-        if entry is None:
-            if self._is_run(repository, access):
-                raise NoRevision(f"{repository} has no revision {revision!r}")
-            raise NoRepository(f"there is no repository {repository!r}")
-        if self._is_run(repository, access):
-            if entry.run != repository:
-                raise NoRevision(f"{repository} has no revision {revision!r}")
-        elif not (is_newest or revision in (entry.id, self._commit(entry.id), str(entry.step))):
+            at = "latest" if revision in NEWEST else revision
+            chosen = self._first((f"{repository}@{at}", revision), access)
+        if chosen is None or (chosen.run != repository and self._is_run(repository, access)):
             raise NoRevision(f"{repository} has no revision {revision!r}")
-        return entry
+        return chosen
+
+    def _first(self, refs: Sequence[str], access: Access) -> Entry | None:
+        """The checkpoint of the first reference that there is."""
+        for ref in refs:
+            with suppress(NotFound, UsageError):
+                return self.entry(ref, access)
+        return None
 
     def _is_run(self, name: str, access: Access) -> bool:
         return bool(self.entries(access, f"run = {quoted(name)}", limit=1))
 
     def repositories(self, access: Access, limit: int = 1000) -> Iterator[str]:
         """The names of places, runs, aliases, and ids of checkpoints without a run."""
-        yield from self.places
+        yield from (name for name in self.places if self._has_place(name, access))
         entries = self.entries(access, limit=limit)
         yield from dict.fromkeys(entry.run or entry.id for entry in entries)
         yield from dict.fromkeys(alias for entry in entries for alias in entry.aliases)
@@ -325,6 +329,7 @@ class Library:
         return self._commit(entry.id)
 
     def _commit(self, identity: str) -> str:
+        """The name of the revision that the checkpoint of an id is."""
         if not _ID.fullmatch(identity):
             identity = document_digest(identity).rpartition(":")[2][:32]
         return identity + self._digest

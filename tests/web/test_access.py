@@ -1,0 +1,169 @@
+"""Who may see what, by which names, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import ucformat
+from tests.exporters.sources import opened
+from tests.web.serving import serving
+from ucformat.catalog.catalog import Catalog
+from ucformat.errors import UsageError
+from ucformat.settings import using
+from ucformat.web.access import Token, load_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def token(name: str, scope: str = "", **facts: float) -> Token:
+    return Token(name, hashlib.sha256(name.encode()).hexdigest(), scope, **facts)
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    """Two runs: a with steps 1 and 2, of which 1 has the alias a/best, and b with step 1."""
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    with using(catalog=url):
+        for run, step in (("a", 1), ("a", 2), ("b", 1)):
+            array = np.full((3, 4), step, "f4")
+            ucformat.convert(
+                opened({("w", "weight"): array}), tmp_path / run / str(step), run=run, step=step
+            )
+        with Catalog(url) as catalog:
+            catalog.alias("a/best", "a@1")
+            yield catalog
+
+
+def step_of(answer: bytes) -> float:
+    return float(np.frombuffer(answer[-4:], "f4")[0])
+
+
+def test_names_of_revisions(catalog: Catalog) -> None:
+    with serving(catalog) as ask:
+        names = {m["id"] for m in json.loads(ask("/api/models").body)}
+        assert names == {"a", "b", "a/best"}
+        for revision, step in {"main": 2, "latest": 2, "1": 1, "best": 1, "a%2Fbest": 1}.items():
+            answer = ask(f"/a/resolve/{revision}/model.safetensors")
+            assert step_of(answer.body) == step, revision
+            commit = answer.headers["x-repo-commit"]
+            again = ask(f"/ucformat/a/resolve/{commit}/model.safetensors")
+            assert again.body == answer.body
+            entry = catalog.get(commit[:32])
+            assert ask(f"/{entry.id}/resolve/main/model.safetensors").body == answer.body
+            assert ask(f"/b/resolve/{commit}/model.safetensors").status == 404
+        assert step_of(ask("/a/best/resolve/main/model.safetensors").body) == 1
+        refs = json.loads(ask("/api/models/a/refs").body)
+        assert {t["name"] for t in refs["tags"]} == {"1", "2", "best"}
+        other = "0" * 8
+        assert ask(f"/a/resolve/{commit[:32]}{other}/model.safetensors").status == 404
+        catalog.delete("a@2")
+        assert step_of(ask("/a/resolve/main/model.safetensors").body) == 1
+        assert ask("/a/resolve/2/model.safetensors").status == 404
+
+
+def test_a_new_checkpoint_is_the_newest(catalog: Catalog, tmp_path: Path) -> None:
+    with serving(catalog) as ask:
+        assert step_of(ask("/b/resolve/latest/model.safetensors").body) == 1
+        array = np.full((3, 4), 9, "f4")
+        ucformat.convert(opened({("w", "weight"): array}), tmp_path / "b" / "9", run="b", step=9)
+        assert step_of(ask("/b/resolve/latest/model.safetensors").body) == 9
+
+
+def test_a_token_sees_what_its_filter_admits(catalog: Catalog) -> None:
+    place = opened({("w", "weight"): np.zeros((3, 4), "f4")})
+    tokens = [token("all"), token("of b", "run = 'b'"), token("late", expires=time.time() - 1)]
+    with serving(catalog, {"p": place}, tokens=tokens) as ask:
+        path = "/a/resolve/main/model.safetensors"
+        assert ask(path).status == 401
+        assert ask(path, **bearer("none")).status == 401
+        assert ask(path, **bearer("late")).status == 401
+        assert ask(path, **bearer("all")).status == 200
+        answer = ask(path, **bearer("of b"))
+        assert (answer.status, answer.headers["x-error-code"]) == (404, "RepoNotFound")
+        entry = catalog.get("a@1")
+        for name in (entry.id, "a%2Fbest", "p", "alias:a%2Fbest"):
+            assert ask(f"/{name}/resolve/main/model.safetensors", **bearer("of b")).status == 404
+        commit = f"{entry.id}{'0' * 8}"
+        assert ask(f"/b/resolve/{commit}/model.safetensors", **bearer("of b")).status == 404
+        assert ask(f"/b/resolve/{entry.id}/model.safetensors", **bearer("of b")).status == 404
+        listed = json.loads(ask("/api/models", **bearer("of b")).body)
+        assert [m["id"] for m in listed] == ["b"]
+        assert ask("/p/resolve/main/model.safetensors", **bearer("all")).status == 200
+
+
+def test_only_some_runs_are_served(catalog: Catalog) -> None:
+    with serving(catalog, runs=["b"]) as ask:
+        assert ask("/api/models/b").status == 200
+        assert ask("/api/models/a").status == 404
+        assert ask(f"/api/models/{catalog.get('a@1').id}").status == 404
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["%2Fetc%2Fpasswd", "..%2Fa%2F1", ".", "folder:%2F@1", "file:%2F%2F%2Fetc", "s3:%2F%2Fb"],
+)
+def test_no_client_names_a_path(catalog: Catalog, tmp_path: Path, name: str) -> None:
+    with serving(catalog) as ask:
+        assert ask(f"/{name}/resolve/main/model.safetensors").status == 404
+        assert ask(f"/api/models/{name}").status == 404
+        place = str(tmp_path / "a" / "1").replace("/", "%2F")
+        assert ask(f"/{place}/resolve/main/model.safetensors").status == 404
+
+
+def test_nothing_is_written(catalog: Catalog) -> None:
+    with serving(catalog) as ask:
+        for method in ("PUT", "DELETE", "PATCH"):
+            assert ask("/api/models/a", method).status == 405
+        assert ask("/api/models/a/paths-info/main", "POST", b"x" * (2 << 20)).status == 413
+        assert (
+            ask("/api/models/a/paths-info/main", "POST", b"paths=model.safetensors").status == 200
+        )
+        assert ask("/api/models/a/preupload/main", "POST", b"{}").status in (404, 405)
+
+
+def test_a_page_of_a_stranger_cannot_ask(catalog: Catalog) -> None:
+    with serving(catalog) as ask:
+        assert ask("/api/models", Host="evil.example:8400").status == 421
+        assert ask("/api/models", Host="localhost:8400").status == 200
+
+
+def test_a_rate(catalog: Catalog) -> None:
+    with serving(catalog, tokens=[token("slow", rate=0.1)]) as ask:
+        assert ask("/api/models", **bearer("slow")).status == 200
+        answer = ask("/api/models", **bearer("slow"))
+        assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+
+
+def test_a_file_of_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.toml"
+    digest = hashlib.sha256(b"secret").hexdigest()
+    file.write_text(
+        f"[[token]]\nname = 'n'\nsha256 = '{digest}'\nwhere = \"run = 'a'\"\n"
+        "expires = 2027-01-01T00:00:00Z\nrate = 2\n"
+    )
+    (loaded,) = load_tokens(str(file))
+    assert (loaded.name, loaded.sha256, loaded.scope) == ("n", digest, "run = 'a'")
+    assert (loaded.expires, loaded.rate) == (1798761600, 2)
+    for text, message in (
+        ("[[token]]\nsha256 = ''", "needs a name"),
+        ("[[token]]\nname = 'n'\nsha256 = 'secret'", "needs `sha256`"),
+        (f"[[token]]\nname = 'n'\nsha256 = '{digest}'\nscope = ''", "'scope'"),
+        (f"[[token]]\nname = 'n'\nsha256 = '{digest}'\nwhere = 'run ='", "too early"),
+        ("[", "tokens.toml"),
+        ("", "no token"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            load_tokens(str(file))
