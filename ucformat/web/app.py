@@ -22,6 +22,7 @@ from ucformat.errors import (
 from ucformat.web.access import Gate
 from ucformat.web.hub import hub_routes
 from ucformat.web.library import NoFile, NoRepository, NoRevision
+from ucformat.web.registry import registry_routes
 
 if TYPE_CHECKING:
     import socket
@@ -62,7 +63,7 @@ def make_app(
         open_to_all: answer requests to any host name although there are no tokens.
     """
     return Starlette(
-        routes=hub_routes(library),
+        routes=[*registry_routes(library), *hub_routes(library)],
         middleware=[Middleware(Gate, tokens=tokens, open_to_all=open_to_all)],
         exception_handlers={UcformatError: _failed},
     )

@@ -90,7 +90,7 @@ class _Hub:
         return await in_thread(self._model, request, await _asked_paths(request))
 
     def _model(self, request: Request, paths: list[str] | None) -> Response:
-        parts = _raw_path(request).removeprefix("/api/models/").split("/")
+        parts = raw_path(request).removeprefix("/api/models/").split("/")
         for kind, answer in self._answers.items():
             if kind in parts[1:]:
                 at = parts.index(kind, 1)
@@ -194,7 +194,7 @@ class _Hub:
 
     async def file(self, request: Request) -> Response | RangeResponse:
         """Send a file, or a range of it."""
-        raw = _raw_path(request)
+        raw = raw_path(request)
         kind = "/resolve/" if "/resolve/" in raw else "/raw/"
         repository, _, rest = raw.removeprefix("/").partition(kind)
         revision, _, name = rest.partition("/")
@@ -235,7 +235,7 @@ async def _asked_paths(request: Request) -> list[str] | None:
     return [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
 
 
-def _raw_path(request: Request) -> str:
+def raw_path(request: Request) -> str:
     """The path as it was sent, in which a slash of a name is still told from one between names."""
     raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
     return raw.partition(b"?")[0].decode("latin-1")
