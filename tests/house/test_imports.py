@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": {"redacted"},
     "registry": {"errors"},
     "durable": set(),
+    "texts": set(),
     "schema": set(),
     "config_files": {"errors"},
     "geometry": {"schema", "errors", "config_files", "_native"},
@@ -69,9 +70,10 @@ ALLOWED: dict[str, set[str]] = {
     "web": {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "exporters"),
         *("checkpoint", "catalog", "references", "jobs", "runs", "zarr_store", "_version"),
+        "texts",
     },
     "settings": {"errors", "durable"},
-    "catalog": {"schema", "errors", "redacted", "settings", "migrations", "config_files"},
+    "catalog": {"schema", "errors", "redacted", "settings", "migrations", "config_files", "texts"},
     "migrations": set(),
 }
 #: What the rooms of engines may import: the core, and each its own modules.
@@ -102,6 +104,7 @@ OUTSIDE: dict[str, set[str]] = {
     "errors": set(),
     "registry": set(),
     "durable": set(),
+    "texts": set(),
     "schema": {"pydantic", "pydantic_core"},
     "geometry": {"numpy", "pydantic"},
     "config_files": {"yaml"},

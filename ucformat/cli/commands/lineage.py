@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import data_of, opened_catalog
+from ucformat.catalog.as_json import data_of
+from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, REF, command, ref_argument
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import shorten

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.cli.ui.catalogs import data_of, instant, opened_catalog
+from ucformat.catalog.as_json import data_of, instant
+from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, command, ref_argument
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import moment, tabbed, table

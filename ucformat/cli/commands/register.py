@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import data_of, entry_data, opened_catalog, url_of_catalog
+from ucformat.catalog.as_json import data_of, entry_data
+from ucformat.cli.ui.catalogs import opened_catalog, url_of_catalog
 from ucformat.cli.ui.options import (
     CATALOG,
     IGNORE_DEPENDENT,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import data_of, instant, opened_catalog
+from ucformat.catalog.as_json import data_of, instant
+from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import (
     CATALOG,
     IGNORE_DEPENDENT,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.catalogs import entry_data, instant
+from ucformat.catalog.as_json import entry_data, instant
 from ucformat.cli.ui.options import CATALOG, OPENING, SRC, STATES, Opening, command
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, field, moment, plural, shape_text, table

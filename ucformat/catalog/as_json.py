@@ -1,0 +1,40 @@
+"""The values of the catalog as JSON, the same in all commands and on the server."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from ucformat.catalog.entries import HoldEntry
+
+if TYPE_CHECKING:
+    from ucformat.catalog.entries import Entry
+
+_NAMES = {"nbytes": "bytes", "files_nbytes": "files_bytes"}
+
+
+def entry_data(entry: Entry) -> dict[str, Any]:
+    """The JSON of a checkpoint in the catalog: all that `Entry` has, and the name."""
+    attributes: dict[str, Any] = data_of(entry)
+    return {"id": entry.id, "name": entry.name} | attributes
+
+
+def data_of(value: Any) -> Any:
+    """The JSON of a value of the catalog: of a dataclass its fields; `nbytes` is named `bytes`."""
+    match value:
+        case datetime():
+            return instant(value)
+        case tuple():
+            return [data_of(v) for v in value]
+        case _ if is_dataclass(value):
+            names = _NAMES | {"id": "number"} if isinstance(value, HoldEntry) else _NAMES
+            return {
+                names.get(f.name, f.name): data_of(getattr(value, f.name)) for f in fields(value)
+            }
+    return value
+
+
+def instant(at: datetime | None) -> str | None:
+    """The JSON of a time: ISO 8601, in UTC."""
+    return None if at is None else at.astimezone(UTC).isoformat().replace("+00:00", "Z")
