@@ -244,6 +244,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
         ok=True,
         document={"layout": {"world": 1}, "counts": {}, "may_cast": False},
     ),
+    "check_filter": lambda c: [c.check_filter(where) for where in FILTERS],
     "commits": lambda c: c.commits("run7"),
     "contradiction": lambda c: c.contradiction(manifest(103, step=7), "/data/run7/3"),
     "count": lambda c: [c.count(where) for where in FILTERS],
@@ -254,6 +255,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "excess_rights": lambda c: c.excess_rights(),
     "find": find,
     "lines": lambda c: c.lines("run = 'run7'"),
+    "facets": lambda c: [c.facets(where, most=3) for where in ("", *FILTERS)],
     "forget": lambda c: c.forget(c.places("/data/run7/9")),
     "between": lambda c: c.between("run7", 1, 5),
     "get": lambda c: [
@@ -288,6 +290,10 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "release": lambda c: c.release("run7@4"),
     "restore": restore,
     "retain": apply_retention,
+    "series": lambda c: (
+        c.series({"run7": "loss", "base": "loss"}),
+        c.series({"run7": "loss"}, "tag = 'good'", most=3),
+    ),
     "sql": lambda c: c.sql("select id from checkpoint limit 1", trust_role=True),
     "tag": lambda c: c.tag("run7@8", "kept"),
     "tensors": lambda c: c.tensors("run7@1"),

@@ -161,6 +161,46 @@ class Catalog:
         with self._database.reading() as c:
             return search.count_checkpoints(c, where, stamps.now(), deleted=deleted, most=10_000)
 
+    def check_filter(self, where: str) -> None:
+        """Check that a text is a filter, of which each metric and configuration path exists.
+
+        Raises:
+            UsageError: it is not; the message points at the wrong place.
+        """
+        from ucformat.catalog.filter.compile import read_filter
+
+        with self._database.reading() as c:
+            read_filter(c, where)
+
+    def facets(self, where: str = "", *, most: int = 1000) -> dict[str, dict[str, int]]:
+        """How many of the newest checkpoints that match have each run, kind and tag, the most frequent first.
+
+        Args:
+            most: how many of the newest are counted (default: 1000).
+        """
+        with self._database.reading() as c:
+            serials = search.find_serials(
+                c, where, stamps.now(), sort=search.NEWEST, limit=most, offset=0, deleted=False
+            )
+            return search.count_values(c, serials)
+
+    def series(
+        self, metrics: Mapping[str, str], where: str = "", *, most: int = 40
+    ) -> dict[str, list[tuple[int, float]]]:
+        """The values of one metric of each run, at its last steps.
+
+        Args:
+            metrics: the name of the metric, by run.
+            where: only of checkpoints that match this filter.
+            most: of how many steps (default: 40).
+
+        Returns:
+            By run, pairs of a step and a value, in order of steps; values that are no numbers are
+            left out.
+        """
+        with self._database.reading() as c:
+            return search.find_series(c, metrics, where, stamps.now(), most=most)
+
     def lines(self, where: str = "") -> list[LineEntry]:
         """Find the lines of all runs (docs/catalog.md), by run."""
         with self._database.reading() as c:

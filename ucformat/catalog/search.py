@@ -9,8 +9,8 @@ import sqlalchemy as sa
 
 from ucformat.catalog.launches import before, load_continuations, select_newest_first
 from ucformat.catalog.lines import lines
-from ucformat.catalog.models import CheckpointRow, Metric, RunRow
-from ucformat.catalog.rows import unindexed
+from ucformat.catalog.models import CheckpointRow, Metric, RunRow, Tag
+from ucformat.catalog.rows import pages, unindexed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -174,6 +174,72 @@ def count_checkpoints(
     return connection.execute(
         sa.select(sa.func.count()).select_from(CheckpointRow).where(*criteria)
     ).scalar_one()
+
+
+_FACETS: tuple[tuple[str, Any, Any], ...] = (
+    (
+        "run",
+        RunRow.name,
+        sa.select(RunRow.name, sa.func.count())
+        .select_from(CheckpointRow)
+        .join(RunRow, RunRow.id == CheckpointRow.run_id),
+    ),
+    ("kind", CheckpointRow.kind, sa.select(CheckpointRow.kind, sa.func.count())),
+    (
+        "tag",
+        Tag.name,
+        sa.select(Tag.name, sa.func.count())
+        .select_from(CheckpointRow)
+        .join(Tag, Tag.checkpoint == CheckpointRow.serial),
+    ),
+)
+
+
+def count_values(connection: Connection, serials: Sequence[int]) -> dict[str, dict[str, int]]:
+    """How many of these checkpoints have each run, kind and tag, the most frequent first."""
+    counted: dict[str, dict[str, int]] = {}
+    for name, column, query in _FACETS:
+        numbers: dict[str, int] = {}
+        for page in pages(serials):
+            rows = connection.execute(query.where(CheckpointRow.serial.in_(page)).group_by(column))
+            for value, number in rows:
+                numbers[value] = numbers.get(value, 0) + number
+        counted[name] = dict(sorted(numbers.items(), key=lambda item: (-item[1], item[0])))
+    return counted
+
+
+def find_series(
+    connection: Connection, metrics: Mapping[str, str], where: str, now: datetime, *, most: int
+) -> dict[str, list[tuple[int, float]]]:
+    """As `Catalog.series`: one query, which reads the last steps of each run by an index."""
+    if not metrics:
+        return {}
+    each = _where(connection, where, now, deleted=False).each
+    parts = [
+        sa.select(
+            sa.select(
+                sa.literal(run).label("run"),
+                CheckpointRow.step.label("step"),
+                Metric.value.label("value"),
+            )
+            .join(Metric, sa.and_(Metric.checkpoint == CheckpointRow.serial, Metric.name == metric))
+            .where(
+                CheckpointRow.run_id
+                == sa.select(RunRow.id).where(RunRow.name == run).scalar_subquery(),
+                CheckpointRow.step.is_not(None),
+                Metric.value.is_not(None),
+                *each,
+            )
+            .order_by(CheckpointRow.step.desc())
+            .limit(most)
+            .subquery()
+        )
+        for run, metric in metrics.items()
+    ]
+    series: dict[str, list[tuple[int, float]]] = {run: [] for run in metrics}
+    for run, step, value in connection.execute(sa.union_all(*parts)):
+        series[run].append((step, value))
+    return {run: sorted(points) for run, points in series.items()}
 
 
 @dataclass(frozen=True, slots=True)

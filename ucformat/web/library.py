@@ -140,14 +140,6 @@ class Access:
     scope: str = ""
     rate: float | None = None
 
-    def filter(self, condition: str) -> str:
-        """A filter that is met by what meets a condition and may be seen."""
-        return (
-            f"({self.scope}) and ({condition})"
-            if self.scope and condition
-            else self.scope or condition
-        )
-
 
 class Library:
     """The checkpoints of a server.
@@ -181,8 +173,30 @@ class Library:
         Args:
             options: those of `Catalog.find`.
         """
-        conditions = [f"({text})" for text in (self._runs, access.scope, where) if text]
-        return self.catalog.find(" and ".join(conditions), **options) if self.catalog else []
+        if self.catalog is None:
+            return []
+        return self.catalog.find(self.within(access, where), **options)
+
+    def within(self, access: Access, where: str = "") -> str:
+        """A filter that is met by what meets a condition and may be seen by a client.
+
+        Raises:
+            UsageError: the condition is no filter; a part of one, such as `step > 1) or (step > 0`,
+                would lead out of the scope. The hint offers a client with a scope no names, which
+                may be of checkpoints that it may not see.
+        """
+        from ucformat.catalog.filter.parse import parse
+
+        if where.strip() and self.catalog is not None:
+            try:
+                self.catalog.check_filter(where)
+            except UsageError as error:
+                if self._runs or access.scope:
+                    parse(where)
+                    raise UsageError(error.message) from None
+                raise
+        conditions = (self._runs, access.scope, where.strip())
+        return " and ".join(f"({text})" for text in conditions if text)
 
     # --- looking up
 
