@@ -56,10 +56,9 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path) -> None:
         """Save a state of which Megatron has saved the values that are the same on all ranks, if any."""
+        dist.barrier()  # rank 0 has written it
         file = Path(checkpoint_dir, COMMON)
-        has_common = [file.exists()]
-        dist.broadcast_object_list(has_common)  # of rank 0, which has written it
-        common = _read_common(file) if has_common[0] else {}
+        common = _read_common(file) if file.exists() else {}
         state = _with_optimizer(sharded_state_dict, self._optimizer)
         is_live = state.get(_OPTIMIZER) is self._optimizer is not None
         values = {k: v for k, v in common.items() if k != _OPTIMIZER or not is_live}
