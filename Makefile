@@ -17,7 +17,7 @@ COMPILE := $(BIN)/python -m compileall -q ucformat
 # The two environments are made side by side, and what is ready is checked meanwhile.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test test-all model fuzz check resolve bench engines clean
+.PHONY: demo test test-all model fuzz check resolve bench docs engines clean
 
 $(STAMP): pyproject.toml constraints.txt ucformat/_native.c ucformat/_native_chunks.c ucformat/_native_fingerprint.c ucformat/_native_pack.c ucformat/_native_pickle.c
 	$(PYTHON) -m venv $(VENV)
@@ -103,6 +103,10 @@ resolve: $(STAMP)
 bench: $(STAMP) $(ENGINE)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt s3fs
 	$(BIN)/python -m bench.run
+
+## docs: the documentation as a web site, in build/site, with all links checked; it opens without a network
+docs: $(STAMP)
+	$(BIN)/python docs/site.py
 
 clean:
 	rm -rf $(VENV) .engines demo-out bench/out
