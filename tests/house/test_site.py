@@ -1,0 +1,107 @@
+"""The documentation as a web site: pages are reached, links lead somewhere, and it opens without a network."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+# what a browser fetches by itself: scripts, pictures, style sheets and fonts
+FETCHED = re.compile(r"""(?:\bsrc=|<link\b[^>]*\bhref=|url\()["']?((?:https?:)?//[^"')\s>]*)""")
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    """`docs/site.py`, which is in no package."""
+    spec = spec_from_file_location("docs_site", ROOT / "docs" / "site.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(root: Path) -> subprocess.CompletedProcess[str]:
+    if find_spec("material") is None:
+        pytest.skip("no mkdocs-material: pip install 'ucformat[docs]'")
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+
+
+def settings(root: Path, navigation: str) -> None:
+    """The site's own configuration in a folder, with another navigation."""
+    (root / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "site.py", root / "docs")
+    text, _ = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")
+    (root / "mkdocs.yml").write_text(f"{text}\nnav:\n{navigation}\n")
+
+
+def test_every_page_is_reached_every_link_leads_somewhere_and_nothing_is_fetched(
+    tmp_path: Path, site: ModuleType
+) -> None:
+    _, navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")
+    settings(tmp_path, navigation)
+    pages = site.collect(tmp_path / "build" / "pages")
+    done = build(tmp_path)
+    assert done.returncode == 0, done.stderr
+
+    built = tmp_path / "build" / "site"
+    for page in pages:
+        name = page.with_name("index.html") if page.name == "README.md" else page
+        html = (built / name.with_suffix(".html")).read_text()
+        assert FETCHED.findall(html) == [], page
+    for style in built.rglob("*.css"):
+        assert FETCHED.findall(style.read_text()) == [], style
+    assert (built / "search" / "search_index.js").is_file()
+    assert (built / "docs" / "assets" / "iframe-worker.js").is_file()
+
+
+def test_what_is_broken_is_named(tmp_path: Path) -> None:
+    settings(tmp_path, "  - README.md\n  - Others: docs/*.md")
+    pages = tmp_path / "build" / "pages"
+    (pages / "docs").mkdir(parents=True)
+    (pages / "docs" / "README.md").write_text("# Others\n")
+    (pages / "README.md").write_text(
+        "# Start\n[a](docs/absent.md) [b](docs/README.md#absent) [c](#nowhere) [d](docs/README.md#others)\n"
+    )
+    done = build(tmp_path)
+    assert done.returncode != 0
+    for target in ("docs/absent.md", "docs/README.md#absent", "#nowhere"):
+        assert f"'{target}'" in done.stderr, done.stderr
+    assert "#others'" not in done.stderr
+
+
+def test_a_page_outside_the_navigation_is_named(tmp_path: Path) -> None:
+    settings(tmp_path, "  - README.md")
+    pages = tmp_path / "build" / "pages"
+    pages.mkdir(parents=True)
+    (pages / "README.md").write_text("# Start\n")
+    (pages / "orphan.md").write_text("# Nobody's\n")
+    done = build(tmp_path)
+    assert done.returncode != 0
+    assert "not in the navigation of mkdocs.yml: orphan.md" in done.stderr
+
+
+def test_links_to_what_is_no_page_become_text(site: ModuleType) -> None:
+    sources = frozenset({Path("docs/a.md"), Path("docs/notebooks/n.ipynb")})
+    text = "[a](a.md#x), [n](notebooks/n.ipynb), [code](../ucformat/errors.py), ![p](images/p.svg)"
+    assert site._linked(text, Path("docs/b.md"), sources) == (
+        "[a](a.md#x), [n](notebooks/n.md), code, ![p](images/p.svg)"
+    )
