@@ -136,6 +136,21 @@ class FileRanges:
             self._parts.append(part)
         self._ends = list(accumulate(_nbytes(part) for part in self._parts))
 
+    def end_of_read(self, start: int, size: int) -> int:
+        """Where a read of at most `size` bytes should end, so that the next one begins where chunks of tensors do.
+
+        Args:
+            size: a power of two, up to `BAND_BYTES`.
+        """
+        stop = min(start + size, self.nbytes)
+        if stop == self.nbytes:
+            return stop
+        number = bisect_right(self._ends, stop)
+        begin = self._ends[number] - _nbytes(self._parts[number])
+        if begin > start:
+            return begin
+        return begin + (stop - begin) // size * size
+
     def cut(self, start: int, stop: int) -> tuple[list[PartRange], int]:
         """The parts that the bytes `[start, stop)` lie in, cut at whole elements.
 

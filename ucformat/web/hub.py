@@ -41,6 +41,7 @@ def content_of(file: VirtualFile) -> Content:
         file.ranges.read,
         file.oid,
         file.source,
+        file.ranges.end_of_read,
         media_type,
     )
 

@@ -1,8 +1,9 @@
 """Responses whose bytes are read from the extents of tensors, and verified, while they are sent.
 
-A response reads a piece while the one before it is sent. Pieces are small until a client has shown
-that it is fast, and become small again when it is not, so clients that read slowly hold little
-memory. A fault in mid-stream closes the connection before the last byte that was promised.
+A response reads a piece while the one before it is sent. Pieces grow while a client takes them at
+once. When it does not, the piece that was read is given up, and read again when the client has
+taken the one before it: so clients that read slowly hold almost no memory. A fault in mid-stream
+closes the connection before the last byte that was promised.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers, MutableHeaders
 
 from ucformat.errors import UcformatError
+from ucformat.jobs.bands import BAND_BYTES
 from ucformat.jobs.inputs import Input
 from ucformat.reading.readable import TRACKERS
 from ucformat.storage.wrappers import check_unchanged
@@ -34,11 +36,10 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
 
 _log = logging.getLogger("ucformat.web")
-_SMALLEST = 64 << 10  # bytes of a piece for a client that reads slowly
-_FIRST = 256 << 10
-_LARGEST = 4 << 20
+_SMALLEST = 64 << 10  # bytes of a piece: of the first, and for a client that reads slowly
+_LARGEST = BAND_BYTES
 _REMAINING = 1 << 20  # bytes that are read besides to complete a checksum
-_SLOW = 0.05  # seconds for which a piece may wait
+_SLOW = 0.05  # seconds for which a piece waits until it is given up
 _RANGE = re.compile(r"bytes\s*=\s*(\d*)\s*-\s*(\d*)", re.ASCII)
 
 
@@ -62,8 +63,9 @@ class Memory:
             self._left += nbytes
 
 
+_NOTHING = {"type": "http.response.body", "body": b"", "more_body": True}
 _threads = ThreadPoolExecutor(2 * (os.cpu_count() or 1) + 4, "ucformat-web")
-_memory = Memory(64 << 20)
+_memory = Memory(48 << 20)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Content:
         read: reads the bytes `[start, stop)`.
         etag: what changes when they do.
         source: the checkpoint they are read from.
+        end_of_read: where a read of at most so many bytes should end (None: anywhere).
         media_type: of them.
     """
 
@@ -82,6 +85,7 @@ class Content:
     read: Callable[[Input, int, int], NDArray[np.uint8]]
     etag: str
     source: Checkpoint
+    end_of_read: Callable[[int, int], int] | None = None
     media_type: str = "application/octet-stream"
 
 
@@ -185,15 +189,16 @@ class _Sending:
     def __init__(self, content: Content, start: int, stop: int) -> None:
         self.content, self.position, self.stop = content, start, stop
         self._input = Input(content.source, verify=True, shared=True)
-        self._size, self._reserved = _FIRST, 0
-        self._ahead: asyncio.Future[NDArray[np.uint8]] | None = None
+        self._size, self._reserved = _SMALLEST, 0
+        self._piece: asyncio.Future[NDArray[np.uint8]] | None = None
 
     def _start(self) -> None:
         """Start to read the next piece."""
-        start, stop = self.position, min(self.stop, self.position + self._size)
-        self.position = stop
-        self._ahead = asyncio.get_running_loop().run_in_executor(
-            _threads, copy_context().run, self._read, start, stop
+        start, end = self.position, self.position + self._size
+        if self.content.end_of_read is not None:
+            end = self.content.end_of_read(start, self._size)
+        self._piece = asyncio.get_running_loop().run_in_executor(
+            _threads, copy_context().run, self._read, start, min(end, self.stop)
         )
 
     def _read(self, start: int, stop: int) -> NDArray[np.uint8]:
@@ -208,54 +213,55 @@ class _Sending:
     async def begin(self) -> None:
         """Read the first piece."""
         self._start()
-        assert self._ahead is not None  # noqa: S101 - started above
-        await asyncio.wait([self._ahead])
-        self._ahead.result()
+        assert self._piece is not None  # noqa: S101 - started above
+        await asyncio.wait([self._piece])
+        self._piece.result()
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Send all pieces, until the client is gone."""
-        loop = asyncio.get_running_loop()
         gone = asyncio.ensure_future(_disconnected(receive))
-        is_fast = True
         try:
-            while self._ahead is not None:
-                piece = await self._ahead
-                self._ahead = None
-                left = self.position < self.stop
-                if left and is_fast:
+            while self.position < self.stop and not gone.done():
+                if self._piece is None:
                     self._start()
-                begun = loop.time()
-                await send({"type": "http.response.body", "body": piece.data, "more_body": left})
-                if gone.done():
-                    return
-                is_fast = loop.time() - begun < _SLOW
-                self._adapt(is_fast=is_fast)
-                if left and self._ahead is None:
+                assert self._piece is not None  # noqa: S101 - started above
+                piece = await self._piece
+                # returns when the connection has taken the piece before it
+                taken = asyncio.ensure_future(send(_NOTHING))
+                if not (await asyncio.wait([taken], timeout=_SLOW))[0]:
                     del piece
-                    # what was sent is still in the buffer of the connection: this waits for it
-                    await send({"type": "http.response.body", "body": b"", "more_body": True})
+                    self._piece = None
+                    await taken  # until then the connection holds the piece before, perhaps a large one
+                    self._shrink()
+                    continue
+                await taken
+                self.position += piece.nbytes
+                left = self.position < self.stop
+                self._grow()
+                await send({"type": "http.response.body", "body": piece.data, "more_body": left})
+                del piece
+                self._piece = None
+                if left:
                     self._start()
         finally:
             gone.cancel()
-            if self._ahead is not None:
-                await asyncio.wait([self._ahead])
+            if self._piece is not None:
+                await asyncio.wait([self._piece])
 
-    def _adapt(self, *, is_fast: bool) -> None:
-        """Choose the size of the next piece."""
-        if not is_fast:
-            self._size = max(_SMALLEST, self._size // 4)
-            self._give(self._reserved)
-        elif self._size < _LARGEST and _memory.take(2 * self._size):
+    def _grow(self) -> None:
+        """Make the next piece larger; two of its size are in memory."""
+        if self._size < _LARGEST and _memory.take(2 * self._size):
             self._reserved += 2 * self._size
             self._size *= 2
 
-    def _give(self, nbytes: int) -> None:
-        _memory.give(nbytes)
-        self._reserved -= nbytes
+    def _shrink(self) -> None:
+        self._size = _SMALLEST
+        _memory.give(self._reserved)
+        self._reserved = 0
 
     def close(self) -> None:
         """Give back the memory, and stop verifying."""
-        self._give(self._reserved)
+        self._shrink()
         self._input.close()
 
 
