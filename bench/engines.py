@@ -130,8 +130,9 @@ ANY_MODEL = {
     "FSDP2, 2": Layout("plain", 2, {"dp": 2}),
     "FSDP2 × TP, 2 × 2": Layout("plain", 4, {"dp": 2, "tp": 2}),
 }
-FLAT, FULL = {"optimizer": "dp_reshardable"}, {"optimizer": "fully_reshardable"}
-FSDP = {"fsdp": "optim_grads_params", "optimizer": "fsdp_dtensor"}
+FLAT: dict[str, Any] = {"optimizer": "dp_reshardable"}
+FULL: dict[str, Any] = {"optimizer": "fully_reshardable"}
+FSDP: dict[str, Any] = {"fsdp": "optim_grads_params", "optimizer": "fsdp_dtensor"}
 EXPERTS = {"experts": 4, "silu": True}
 MODELS = {
     "dense": {

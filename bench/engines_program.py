@@ -230,7 +230,7 @@ def pipeline(stages: int, lanes: int, replicas: int) -> Any:
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-    layers = [Embedding(), Block(), Block(), Head()]
+    layers: list[torch.nn.Module] = [Embedding(), Block(), Block(), Head()]
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=lanes, num_dp=replicas)
     if lanes > 1:
         set_autotp_mode(training=True)

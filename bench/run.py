@@ -43,6 +43,7 @@ BENCHMARKS = {
     "train": "In the training loop",
     "load_into": "Filling a module for inference",
     "devices": "Devices",
+    "serve": "Serving",
     "in_place": "Weights as safetensors files",
     "ranks": "Plans of many ranks",
     "large": "A state of 8 GB",

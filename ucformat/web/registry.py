@@ -12,6 +12,7 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -137,13 +138,14 @@ class _Registry:
             file = manifest.blobs.get(reference)
             if file is not None:
                 headers = {"docker-content-digest": reference}
-                return RangeResponse(
-                    content_of(file), headers, lambda _, s=served: self.library.forget(s)
-                )  # type: ignore[misc]
+                return RangeResponse(content_of(file), headers, partial(self._failed, served))
         code = "MANIFEST_UNKNOWN" if kind == "manifests" else "BLOB_UNKNOWN"
         raise RegistryError(
             404, code, f"{name} has no {reference}; ask for the manifest of a tag first"
         )
+
+    def _failed(self, served: Served, _: UcformatError) -> None:
+        self.library.forget(served)
 
     async def _known(self, name: str, access: Access) -> list[tuple[Manifest, Served]]:
         """The manifests of a repository that were asked for, and may still be seen."""
@@ -212,7 +214,7 @@ class _Registry:
             digest = hashlib.sha256()
             with reading.task():
                 for at in range(0, file.nbytes, _STEP):
-                    digest.update(file.ranges.read(reading, at, min(file.nbytes, at + _STEP)))
+                    digest.update(file.ranges.read(reading, at, min(file.nbytes, at + _STEP)).data)
                 if reading.verifier is not None:
                     reading.verifier.complete()
         finally:

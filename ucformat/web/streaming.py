@@ -231,7 +231,9 @@ class _Sending:
                 if not (await asyncio.wait([taken], timeout=_SLOW))[0]:
                     del piece
                     self._piece = None
-                    await taken  # until then the connection holds the piece before, perhaps a large one
+                    await (
+                        taken
+                    )  # until then the connection holds the piece before, perhaps a large one
                     self._shrink()
                     continue
                 await taken

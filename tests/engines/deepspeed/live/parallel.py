@@ -156,8 +156,8 @@ class Cut(make.Block):  # type: ignore[name-defined]
 
     def __init__(self, group: Any, *, buffers: bool) -> None:
         super().__init__(buffers=buffers)
-        self.up = LinearLayer(self.up, group, name="up")
-        self.down = LinearAllreduce(self.down, group, name="down")
+        for name, kind in (("up", LinearLayer), ("down", LinearAllreduce)):
+            setattr(self, name, kind(getattr(self, name), group, name=name))
 
 
 def pipeline_of(task: Task) -> PipelineModule:
