@@ -15,9 +15,9 @@ from tests.fakes import ODD, FakeSource, same
 from tests.interrupts import interruptions
 from ucformat.checkpoint import Checkpoint
 from ucformat.cli.commands import get
-from ucformat.cli.commands.get import parse_slice
 from ucformat.errors import Conflict, UsageError
 from ucformat.jobs.convert import convert
+from ucformat.reading.indexing import parse_slice
 from ucformat.storage.local import LocalStore
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ucformat.errors import OutOfBounds, UnsupportedError, UsageError
+from ucformat.errors import UnsupportedError
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece
 from ucformat.reading.dtypes import numpy_dtype
@@ -18,21 +18,19 @@ from ucformat.reading.execute import (
     read_fingerprint,
     read_planned,
 )
+from ucformat.reading.indexing import parse_index
 from ucformat.reading.plan import make_plan
 from ucformat.reading.rank import item_for
 
 if TYPE_CHECKING:
-    from types import EllipsisType
-
     import torch
     from numpy.typing import DTypeLike, NDArray
 
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.execute import Memory
+    from ucformat.reading.indexing import Index
     from ucformat.reading.plan import Plan, Verify
     from ucformat.reading.readable import Readable
-
-    Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 __all__ = ["Tensor"]
 
@@ -236,55 +234,3 @@ class Tensor:
             threads,
         )
         return arrays[0]
-
-
-def parts_of(
-    index: Index, shape: tuple[int, ...], label: str
-) -> tuple[int | slice | EllipsisType, ...]:
-    """One part of an index for each dim: `...`, and dims that are left out, are whole."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if sum(p is Ellipsis for p in parts) > 1 or len([p for p in parts if p is not Ellipsis]) > len(
-        shape
-    ):
-        raise UsageError(f"{label}: the index {index!r} does not fit the shape {shape}")
-    if not any(p is Ellipsis for p in parts):
-        parts = (*parts, Ellipsis)
-    ellipsis = next(i for i, p in enumerate(parts) if p is Ellipsis)
-    missing = len(shape) - (len(parts) - 1)
-    return (*parts[:ellipsis], *[slice(None)] * missing, *parts[ellipsis + 1 :])
-
-
-def parse_index(
-    index: Index, shape: tuple[int, ...], label: str
-) -> tuple[Box, tuple[int | slice, ...]]:
-    """The box to read, and how to index it: integers drop their dim, slices apply their step."""
-    parts = parts_of(index, shape, label)
-    start: list[int] = []
-    lengths: list[int] = []
-    selection: list[int | slice] = []
-    for dim, (part, n) in enumerate(zip(parts, shape, strict=True)):
-        if isinstance(part, slice):
-            chosen = range(n)[part]
-            low, high = (
-                (min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1]) + 1) if chosen else (0, 0)
-            )
-            selection.append(slice(None, None, chosen.step))
-        elif isinstance(part, int | np.integer) and not isinstance(part, bool):
-            low = int(part)
-            if not -n <= low < n:
-                raise OutOfBounds(
-                    f"{label}: index {low} is out of bounds for dim {dim} of size {n}"
-                )
-            low, high = low % n, low % n + 1
-            selection.append(0)
-        else:
-            raise UsageError(
-                f"{label}: cannot index by {part!r}",
-                hint=(
-                    "integers, slices and `...` are read exactly; for more, index the array: "
-                    "np.asarray(t)[…]"
-                ),
-            )
-        start.append(low)
-        lengths.append(high - low)
-    return Box(tuple(start), tuple(lengths)), tuple(selection)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -31,7 +31,16 @@ if TYPE_CHECKING:
     from ucformat.reading.readable import HasFileRuns, Readable
     from ucformat.storage.base import Store
 
-__all__ = ["LOAD_INVALID", "Bound", "RankBuffer", "ReadPlan", "item_for", "plan_rank", "size_text"]
+__all__ = [
+    "LOAD_INVALID",
+    "Bound",
+    "RankBuffer",
+    "ReadPlan",
+    "item_for",
+    "plan_data",
+    "plan_rank",
+    "size_text",
+]
 
 #: The consequence, in error messages, of files that changed while tensors were loaded.
 LOAD_INVALID = "the loaded values are invalid"
@@ -320,6 +329,22 @@ class _Planner:
             RankBuffer((key.name, key.state), info.dtype, local.shape, padded=bool(local.padding))
         )
         return len(self.buffers) - 1
+
+
+def plan_data(plan: ReadPlan) -> dict[str, Any]:
+    """What a rank reads as JSON, the same in `ucp plan` and in answers of the server."""
+    return {
+        "rank": plan.rank,
+        "tensors": len(plan.tensors),
+        "memory": plan.memory,
+        "bytes_needed": plan.bytes_needed,
+        "bytes_read": plan.bytes_read,
+        "bytes_unverified": plan.bytes_unverified,
+        "bytes_besides": plan.bytes_besides,
+        "requests": plan.requests,
+        "zero_filled": sum(plan.zero_filled.values()),
+        "files": dict(plan.files),
+    }
 
 
 def size_text(nbytes: int) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from ucformat.errors import OutOfBounds, TensorNotFound, UsageError
 from ucformat.reading.dtypes import numpy_dtype
 from ucformat.reading.execute import check_out, is_direct
-from ucformat.reading.lazy import parse_index, parts_of
+from ucformat.reading.indexing import parse_index, parts_of
 from ucformat.reading.rank import size_text
 from ucformat.runs.members import naming_step
 from ucformat.storage.concurrency import map_io
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
     from ucformat.geometry.tensor import Key, TensorInfo
-    from ucformat.reading.lazy import Index, Tensor
+    from ucformat.reading.indexing import Index
+    from ucformat.reading.lazy import Tensor
     from ucformat.reading.plan import Plan, Verify
 
 __all__ = ["RunPlan", "RunTensor"]

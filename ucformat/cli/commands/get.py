@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import sys
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from ucformat.cli.ui.text import bytes_text, shape_text
 from ucformat.errors import Conflict, NotFound, UsageError
 
 if TYPE_CHECKING:
-    from types import EllipsisType
-
     from numpy.typing import NDArray
 
     from ucformat.cli.ui.output import Output
-    from ucformat.reading.lazy import Index, Tensor
+    from ucformat.reading.indexing import Index
+    from ucformat.reading.lazy import Tensor
 
 _MAX_PRINTED = 10_000  # values
 
@@ -81,7 +79,9 @@ def get(
     A .npy file cannot hold bfloat16 or float8: their bits are stored as uint16 or uint8, with a
     note on stderr. Use --dtype float32 to store values instead.
     """
-    index = (...,) if wanted.where is None else parse_slice(wanted.where)
+    from ucformat.reading.indexing import parse_slice
+
+    index: Index = (...,) if wanted.where is None else parse_slice(wanted.where)
     file = None if target == "-" else Path(target)
     if file is not None:
         check_target(file, force=force)
@@ -191,44 +191,6 @@ def _values(array: NDArray[Any]) -> Any:
     if array.dtype.kind == "c":
         array = np.stack([array.real, array.imag], -1)
     return array.tolist()
-
-
-_INT = r"\s*([+-]?\d+)?\s*"
-_SLICE = re.compile(rf"{_INT}:{_INT}(?::{_INT})?", re.ASCII)
-
-
-def parse_slice(text: str) -> tuple[int | slice | EllipsisType, ...]:
-    """Parse a slice such as `0:512, 128:`."""
-    inside = text.strip()
-    if inside.startswith("[") and inside.endswith("]"):
-        inside = inside[1:-1].strip()
-    if not inside:
-        raise _error(text, "it is empty")
-    parts = inside.split(",")
-    if len(parts) > 1 and not parts[-1].strip():  # NumPy allows a trailing comma
-        parts.pop()
-    return tuple(_part(part.strip(), text) for part in parts)
-
-
-def _part(part: str, text: str) -> int | slice | EllipsisType:
-    if part == "...":
-        return ...
-    if re.fullmatch(r"[+-]?\d{1,20}", part, re.ASCII):
-        return int(part)
-    match = _SLICE.fullmatch(part)
-    if match is None or max(map(len, match.groups(default="")), default=0) > 20:
-        raise _error(text, f"{part!r} is not an integer, a slice such as 0:512, or ...")
-    start, stop, step = (None if n is None else int(n) for n in match.groups())
-    if step == 0:
-        raise _error(text, "the step cannot be 0")
-    return slice(start, stop, step)
-
-
-def _error(text: str, why: str) -> UsageError:
-    return UsageError(
-        f"{text!r} is not a slice: {why}",
-        hint="write it as NumPy does: '0:512,128:' or '[3, ..., ::2]'",
-    )
 
 
 # a cast to one further left would lose more than precision

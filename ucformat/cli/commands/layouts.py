@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output
     from ucformat.geometry.layout import Layout
     from ucformat.jobs.fits import Fit
-    from ucformat.reading.rank import ReadPlan
 
 _MAX_FILES = 5
 _SUMS = (
@@ -70,6 +69,7 @@ def plan(
 ) -> None:
     """Show what the ranks of a layout would read: bytes, requests, files and memory. Reads no tensor."""
     import ucformat
+    from ucformat.reading.rank import plan_data
 
     ck = opening.open(src).with_lossy()  # nothing is read
     layout = ucformat.Layout.load(file)
@@ -78,7 +78,7 @@ def plan(
     with out.progress("planning", "ranks") as progress:
         for done, n in enumerate(ranks, 1):
             read = ck.plan(layout, n, list(states) or None, verify=verify)
-            plans.append(_plan_data(read))
+            plans.append(plan_data(read))
             described = str(read)
             progress(done, len(ranks))
     total = {key: sum(p[key] for p in plans) for key in _SUMS}
@@ -95,21 +95,6 @@ def _rank(text: str) -> int:
             f"{text!r} is neither a rank, 0 or more, nor 'all'", param_hint="'--rank'"
         )
     return int(text)
-
-
-def _plan_data(plan: ReadPlan) -> dict[str, Any]:
-    return {
-        "rank": plan.rank,
-        "tensors": len(plan.tensors),
-        "memory": plan.memory,
-        "bytes_needed": plan.bytes_needed,
-        "bytes_read": plan.bytes_read,
-        "bytes_unverified": plan.bytes_unverified,
-        "bytes_besides": plan.bytes_besides,
-        "requests": plan.requests,
-        "zero_filled": sum(plan.zero_filled.values()),
-        "files": dict(plan.files),
-    }
 
 
 def _plan_lines(described: str, plan_data: dict[str, Any]) -> Iterator[str]:
