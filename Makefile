@@ -12,6 +12,7 @@ TITAN := .engines/torchtitan/.installed
 MEGATRON := .engines/megatron/.installed
 CHECKPOINTING := .engines/torch_checkpointing/.installed
 AUTOMODEL := .engines/automodel/.installed
+ZARRITA := .engines/zarrita/.installed
 # Tests start thousands of processes, which would compile the package anew where Python may not write bytecode itself.
 COMPILE := $(BIN)/python -m compileall -q ucformat
 # The two environments are made side by side, and what is ready is checked meanwhile.
@@ -56,6 +57,11 @@ $(CHECKPOINTING): tests/engines/install_torch_checkpointing.sh $(STAMP)
 # 20 MB beside what .venv has
 $(AUTOMODEL): tests/engines/install_automodel.sh $(STAMP)
 	PYTHON=$(PYTHON) bash tests/engines/install_automodel.sh
+	touch $@
+
+# 6 MB of npm, for which node must be there; also only on demand
+$(ZARRITA): tests/engines/install_zarrita.sh
+	bash tests/engines/install_zarrita.sh
 	touch $@
 
 engines: $(ENGINE) $(ORBAX) $(MEGATRON) $(CHECKPOINTING)

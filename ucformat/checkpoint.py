@@ -541,15 +541,17 @@ class Checkpoint(Mapping[str, "Tensor"]):
         for state in {*(chosen or ())} & self.dropped.keys():
             if all(key.state != state for key in self._infos):
                 raise self.missing_state(state)
-        if self._bound is None or self._bound[0] is not layout or self._bound[1] != chosen:
+        bound = self._bound  # threads may plan under several layouts
+        if bound is None or bound[0] is not layout or bound[1] != chosen:
             source = self.view(layout).source if layout.view else self.source
-            self._bound = (
+            bound = (
                 layout,
                 chosen,
                 source,
                 Bound.of(source.metadata.tensor_list, layout, chosen),
             )
-        return plan_rank(self._bound[2], self._bound[3], rank, verify)
+            self._bound = bound
+        return plan_rank(bound[2], bound[3], rank, verify)
 
     def view(self, steps: Steps) -> Checkpoint:
         """The same checkpoint under other names, shapes and dtypes; nothing is copied.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -71,6 +71,15 @@ class ReadPlan:
     tensors: Mapping[Key, LocalTensor]
     zero_filled: Mapping[Key, int]  # elements of padding that no file stores
     rank: int
+    _items: Sequence[ReadItem] = field(default=(), repr=False, compare=False)
+
+    def pieces(self) -> list[list[tuple[TensorInfo, Piece]]]:
+        """For each buffer the stored tensors that fill it, each with a piece that is placed in the buffer."""
+        out: list[list[tuple[TensorInfo, Piece]]] = [[] for _ in self.buffers]
+        for item in self._items:
+            for number, piece in item.pieces:
+                out[number].append((item.info, piece))
+        return out
 
     @property
     def bytes_needed(self) -> int:
@@ -295,8 +304,9 @@ class _Planner:
     def plan(self, verify: Verify) -> ReadPlan:
         items = [w for key in self.bound.keys(self.rank) for w in self._items(key)]
         plan = make_plan(items, verify, self.source.store.costs).through(self.source.store)
+        buffers = tuple(self.buffers)
         return ReadPlan(
-            plan, self.source.store, tuple(self.buffers), self.tensors, self.zero_filled, self.rank
+            plan, self.source.store, buffers, self.tensors, self.zero_filled, self.rank, items
         )
 
     def _items(self, key: Key) -> list[ReadItem]:

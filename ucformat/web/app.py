@@ -17,11 +17,13 @@ from ucformat.errors import (
     PermissionDenied,
     UcformatError,
     UnsupportedError,
+    UpgradeNeeded,
     UsageError,
 )
 from ucformat.web.access import Gate
 from ucformat.web.hub import hub_routes
 from ucformat.web.library import NoFile, NoRepository, NoRevision
+from ucformat.web.plane import plane_routes
 from ucformat.web.registry import registry_routes
 
 if TYPE_CHECKING:
@@ -42,8 +44,10 @@ _STATUSES: tuple[tuple[type[UcformatError], int], ...] = (
     (NotFound, 404),
     (Conflict, 409),
     (UnsupportedError, 422),
+    (UpgradeNeeded, 422),
     (IntegrityError, 500),
 )
+_MAX_MESSAGE = 2000  # characters of a header
 #: Which errors the clients of the hub know by a name.
 _CODES: dict[type[UcformatError], str] = {
     NoRepository: "RepoNotFound",
@@ -63,7 +67,7 @@ def make_app(
         open_to_all: answer requests to any host name although there are no tokens.
     """
     return Starlette(
-        routes=[*registry_routes(library), *hub_routes(library)],
+        routes=[*plane_routes(library), *registry_routes(library), *hub_routes(library)],
         middleware=[Middleware(Gate, tokens=tokens, open_to_all=open_to_all)],
         exception_handlers={UcformatError: _failed},
     )
@@ -75,9 +79,8 @@ async def _failed(request: Request, error: Exception) -> Response:
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
     if status >= 500:
         _log.error("%s %r: %s", request.method, request.url.path, error)
-    headers = {
-        "x-error-message": error.message.encode("ascii", "replace").decode().replace("\n", " ")
-    }
+    message = "".join(c if " " <= c <= "~" else "?" if c > "~" else " " for c in error.message)
+    headers = {"x-error-message": message[:_MAX_MESSAGE]}
     if type(error) in _CODES:
         headers["x-error-code"] = _CODES[type(error)]
     return JSONResponse({"error": error.message, "hint": error.hint}, status, headers)

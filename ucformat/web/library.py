@@ -15,9 +15,10 @@ import time
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import NotFound, UsageError
+from ucformat.errors import NotFound, UnsupportedError, UsageError
 from ucformat.format.digest import document_digest
 from ucformat.jobs.bands import FileRanges
 from ucformat.jobs.export import plan_export
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.exporters.base import TargetFile
     from ucformat.views.document import Steps
+    from ucformat.zarr_store.store import CheckpointStore
 
 #: Names of the newest revision: that of the hub's clients, git's, and ours.
 NEWEST = ("main", "HEAD", "latest")
@@ -112,6 +114,16 @@ class Served:
         self._presentation = presentation
         self._files: dict[str, VirtualFile] | None = None
         self._lock = threading.Lock()
+
+    @cached_property
+    def arrays(self) -> CheckpointStore:
+        """The tensors as arrays of a Zarr group."""
+        try:
+            return self.checkpoint.zarr_store()
+        except ImportError as error:
+            raise UnsupportedError(
+                f"this server serves no arrays: {error}", hint="pip install 'ucformat[zarr]' there"
+            ) from None
 
     @property
     def files(self) -> Mapping[str, VirtualFile]:

@@ -372,7 +372,7 @@ class ArrayStore(Store):
 
     # --- reading
 
-    def _find(self, key: str) -> bytes | tuple[ChunkedArray, tuple[int, ...]] | None:
+    def find(self, key: str) -> bytes | tuple[ChunkedArray, tuple[int, ...]] | None:
         """A document, or an array and the coordinates of one of its chunks; None if there is no such key."""
         state, _, below = key.partition("/")
         if key == DOCUMENT:
@@ -396,7 +396,7 @@ class ArrayStore(Store):
         Returns:
             A buffer; None if there is no such key.
         """
-        entry = self._find(key)
+        entry = self.find(key)
         if entry is None:
             return None
         if isinstance(entry, bytes):
@@ -421,11 +421,11 @@ class ArrayStore(Store):
 
     async def exists(self, key: str) -> bool:
         """Whether there is a key; no chunk is read."""
-        return self._find(key) is not None
+        return self.find(key) is not None
 
     async def getsize(self, key: str) -> int:
         """The bytes of a value; no chunk is read."""
-        entry = self._find(key)
+        entry = self.find(key)
         if entry is None:
             raise FileNotFoundError(key)
         return len(entry) if isinstance(entry, bytes) else entry[0].nbytes

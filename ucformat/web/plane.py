@@ -1,0 +1,319 @@
+"""The data plane: checkpoints under `/v1`, as lists, arrays, tensors and parts of ranks."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from starlette.responses import HTMLResponse, JSONResponse
+
+from ucformat.catalog.as_json import entry_data
+from ucformat.catalog.search import NEWEST
+from ucformat.errors import UsageError
+from ucformat.geometry.layout import Layout
+from ucformat.reading.indexing import parse_slice
+from ucformat.reading.rank import plan_data
+from ucformat.web.blocking import in_thread
+from ucformat.web.endpoints import Endpoint, EndpointRoute, Parameter, openapi, reserved
+from ucformat.web.library import NoFile
+from ucformat.web.streaming import RangeResponse
+from ucformat.web.tensors import (
+    content_of_bytes,
+    content_of_chunk,
+    content_of_plan,
+    content_of_tensor,
+)
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from ucformat.reading.rank import ReadPlan
+    from ucformat.web.endpoints import Call
+    from ucformat.web.library import Library, Served
+    from ucformat.web.streaming import Content
+
+_MAX_LIMIT = 1000
+_MAX_NUMBER = 999_999_999
+_MAX_RANKS = 1 << 20
+_BYTES = "application/octet-stream"
+_HTML = "text/html"
+
+_REF = Parameter(
+    "ref",
+    "A reference of the catalog: `run7@latest`, `run7@1000`, `alias:best`, an id; or the name of a place.",
+    example="run7@latest",
+)
+_PLAN_BODY = {
+    "type": "object",
+    "required": ["layout", "rank"],
+    "properties": {
+        "layout": {"type": "object", "description": "A layout (docs/layout.md)."},
+        "rank": {"type": "integer", "minimum": 0},
+        "states": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "Only these states; by default all.",
+        },
+    },
+}
+
+
+def plane_routes(library: Library) -> list[EndpointRoute]:
+    """The routes of the data plane."""
+    return [EndpointRoute(endpoint) for endpoint in endpoints_of(library)]
+
+
+def endpoints_of(library: Library) -> list[Endpoint]:
+    """The table of the data plane.
+
+    Raises:
+        UsageError: a place has the name of something else there.
+    """
+    plane = _Plane(library)
+    table = [
+        Endpoint("GET", "/v1/openapi.json", "This document.", plane.document),
+        Endpoint(
+            "GET",
+            "/v1/checkpoints",
+            "The checkpoints of the catalog that match a filter.",
+            plane.checkpoints,
+            parameters=(
+                Parameter("where", "A filter (docs/filters.md); by default all."),
+                Parameter("sort", "The order, such as `-metric.loss`.", default=NEWEST),
+                Parameter("limit", "How many.", most=_MAX_LIMIT, default="100"),
+                Parameter("offset", "How many to pass over.", most=_MAX_NUMBER, default="0"),
+            ),
+        ),
+        Endpoint(
+            "GET",
+            "/v1/{ref}",
+            "A checkpoint: its tensors, and what the catalog has of it.",
+            plane.checkpoint,
+            parameters=(_REF,),
+        ),
+        Endpoint(
+            "GET",
+            "/v1/{ref}/zarr/{key:path}",
+            "A key of the checkpoint as a Zarr v3 group, or a listing of a folder.",
+            plane.zarr,
+            ("application/json", _BYTES, _HTML),
+            (
+                _REF,
+                Parameter("key", "A key, such as `zarr.json`.", example="zarr.json"),
+            ),
+            ranges=True,
+        ),
+        Endpoint(
+            "GET",
+            "/v1/{ref}/tensor/{name:path}",
+            "A tensor, or a slice of one.",
+            plane.tensor,
+            (_BYTES,),
+            (
+                _REF,
+                Parameter("name", "The tensor's name or alias."),
+                Parameter("state", "Its state; by default `weight`, else `master`."),
+                Parameter("slice", "A slice in NumPy's syntax, without steps: `0:512,128:`."),
+                Parameter("format", "How it is sent.", choices=("npy", "raw"), default="npy"),
+            ),
+            ranges=True,
+        ),
+        Endpoint(
+            "POST",
+            "/v1/{ref}/plan",
+            "What a rank of a layout reads of the checkpoint.",
+            plane.plan,
+            parameters=(_REF,),
+            body=_PLAN_BODY,
+        ),
+        Endpoint(
+            "POST",
+            "/v1/{ref}/part",
+            "All that a rank of a layout reads, as a safetensors file of its buffers.",
+            plane.part,
+            (_BYTES,),
+            (_REF,),
+            body=_PLAN_BODY,
+            ranges=True,
+        ),
+    ]
+    plane.endpoints = table
+    if taken := set(reserved(table)) & library.places.keys():
+        raise UsageError(
+            f"no checkpoint can be served as {min(taken)!r}", hint="name it otherwise: NAME=REF"
+        )
+    return table
+
+
+class _Plane:
+    """Answers the requests of the data plane."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.endpoints: list[Endpoint] = []
+
+    async def document(self, call: Call) -> ASGIApp:  # noqa: ARG002 - as all
+        """The OpenAPI document."""
+        return JSONResponse(openapi(self.endpoints))
+
+    async def checkpoints(self, call: Call) -> ASGIApp:
+        """List checkpoints of the catalog."""
+        limit, offset = int(call.query["limit"]), int(call.query["offset"])
+
+        def look_up() -> dict[str, Any]:
+            entries = self.library.entries(
+                call.access,
+                call.query.get("where", ""),
+                sort=call.query["sort"],
+                limit=limit + 1,
+                offset=offset,
+            )
+            return {
+                "checkpoints": [entry_data(entry) for entry in entries[:limit]],
+                "next": offset + limit if len(entries) > limit else None,
+            }
+
+        return JSONResponse(await in_thread(look_up))
+
+    async def checkpoint(self, call: Call) -> ASGIApp:
+        """Describe a checkpoint."""
+        return await in_thread(
+            lambda: JSONResponse(_described(self.library.reference(call.path["ref"], call.access)))
+        )
+
+    async def zarr(self, call: Call) -> ASGIApp:
+        """Send the value of a key, or list a folder."""
+        key = call.path["key"]
+
+        def look_up() -> tuple[Served, Content | None]:
+            served = self.library.reference(call.path["ref"], call.access)
+            arrays = served.arrays  # or an error, if zarr-python is not here
+            from ucformat.zarr_store.store import TensorArray
+
+            # folders of arrays have percent signs in their names, which some clients encode again
+            values = {k: arrays.find(k) for k in (key, call.raw["key"])}
+            if None not in values.values() and len(values) > 1:
+                raise UsageError(
+                    f"{call.raw['key']!r} may be either of two keys, since clients differ in how they "
+                    "encode a percent sign",
+                    hint="give one of the two tensors another name by a view",
+                )
+            value = next((v for v in values.values() if v is not None), None)
+            if value is None:
+                return served, None
+            if isinstance(value, bytes):
+                return served, content_of_bytes(value, served.checkpoint)
+            array, index = value
+            assert isinstance(array, TensorArray)  # noqa: S101 - those of a checkpoint are
+            return served, content_of_chunk(served.checkpoint, array, index)
+
+        served, content = await in_thread(look_up)
+        if content is not None:
+            return self._sent(served, content)
+        folder = key.strip("/")
+        names = [name async for name in served.arrays.list_dir(folder)]
+        if not names:
+            raise NoFile(f"{call.path['ref']} has no array, and no chunk, at {key!r}")
+        path = call.request.scope.get("root_path", "") + "/".join(
+            [
+                "/v1",
+                quote(call.path["ref"], safe="@:"),
+                "zarr",
+                *([quote(folder)] if folder else []),
+            ]
+        )
+        links = [
+            f'<li><a href="{escape(f"{path}/{quote(name)}")}">{escape(name)}</a></li>'
+            for name in names
+        ]
+        return HTMLResponse(f"<!doctype html><title>Zarr</title><ul>{''.join(links)}</ul>")
+
+    async def tensor(self, call: Call) -> ASGIApp:
+        """Send a tensor, or a slice of one."""
+
+        def look_up() -> tuple[Served, Content, str]:
+            served = self.library.reference(call.path["ref"], call.access)
+            name, state = call.path["name"], call.query.get("state")
+            tensor = served.checkpoint[name if state is None else (name, state)]
+            text = call.query.get("slice")
+            index = (...,) if text is None else parse_slice(text)
+            content = content_of_tensor(served.checkpoint, tensor.info, index, call.query["format"])
+            return served, content, tensor.info.dtype
+
+        served, content, dtype = await in_thread(look_up)
+        return self._sent(served, content, {"x-ucformat-dtype": dtype})
+
+    async def plan(self, call: Call) -> ASGIApp:
+        """Say what a rank reads."""
+
+        def look_up() -> dict[str, Any]:
+            served = self.library.reference(call.path["ref"], call.access)
+            return plan_data(_planned(served, call))
+
+        return JSONResponse(await in_thread(look_up))
+
+    async def part(self, call: Call) -> ASGIApp:
+        """Send what a rank reads."""
+
+        def look_up() -> tuple[Served, Content]:
+            served = self.library.reference(call.path["ref"], call.access)
+            return served, content_of_plan(served.checkpoint, _planned(served, call))
+
+        return self._sent(*await in_thread(look_up))
+
+    def _sent(
+        self, served: Served, content: Content, headers: dict[str, str] | None = None
+    ) -> RangeResponse:
+        return RangeResponse(
+            content,
+            {"x-ucformat-id": served.checkpoint.id, **(headers or {})},
+            lambda _: self.library.forget(served),
+        )
+
+
+def _described(served: Served) -> dict[str, Any]:
+    """The JSON of an opened checkpoint."""
+    ck = served.checkpoint
+    tensors = [
+        {
+            "name": info.name,
+            "state": info.state,
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "bytes": info.nbytes,
+        }
+        for info in ck.tensors.values()
+    ]
+    return {
+        "id": ck.id,
+        "kind": ck.kind,
+        "step": ck.metadata.step,
+        "engine": dict(ck.metadata.engine),
+        "layout": dict(ck.metadata.layout),
+        "aliases": dict(ck.aliases),
+        "bytes": sum(info.nbytes for info in ck.tensors.values()),
+        "tensors": tensors,
+        "unreadable": [
+            {"name": key.name, "state": key.state, "reason": reason}
+            for key, reason in ck.unreadable.items()
+        ],
+        "catalog": None if served.entry is None else entry_data(served.entry),
+    }
+
+
+def _planned(served: Served, call: Call) -> ReadPlan:
+    """The plan of the rank in the body of a request."""
+    document, rank, states = (call.body.get(name) for name in ("layout", "rank", "states"))
+    if not isinstance(document, dict):
+        raise UsageError("`layout` is a JSON object", hint="docs/layout.md")
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise UsageError("`rank` is an integer")
+    if states is not None and not (
+        isinstance(states, list) and all(isinstance(state, str) for state in states)
+    ):
+        raise UsageError("`states` is a list of strings")
+    layout = Layout.parse(document)
+    if layout.mesh.size > _MAX_RANKS:
+        raise UsageError(f"a layout has at most {_MAX_RANKS:,} ranks here")
+    return served.checkpoint.plan(layout, rank, states)
