@@ -42,7 +42,11 @@ def content_of_bytes(
     array = np.frombuffer(data, np.uint8)
     etag = hashlib.sha256(data).hexdigest()[:40]
     return Content(
-        len(data), lambda _, start, stop: array[start:stop], etag, checkpoint, media_type
+        len(data),
+        lambda _, start, stop: array[start:stop],
+        etag,
+        checkpoint,
+        media_type=media_type,
     )
 
 
@@ -67,10 +71,15 @@ def content_of_tensor(checkpoint: Checkpoint, info: TensorInfo, index: Index, fo
         header = npy_header(info, shape)
     span = Span(info.dtype, box.size, ((info, Piece(box, 0, row_major(box.shape))),))
     parts = (*((header,) if header else ()), *((span,) if box.size else ()))
-    file = TargetFile.of(info.name, *parts)
-    return Content(
-        file.nbytes, FileRanges(file).read, etag_of(checkpoint, info.key, box, form), checkpoint
+    return _content_of_file(
+        TargetFile.of(info.name, *parts), etag_of(checkpoint, info.key, box, form), checkpoint
     )
+
+
+def _content_of_file(file: TargetFile, etag: str, checkpoint: Checkpoint) -> Content:
+    """A file that is planned."""
+    ranges = FileRanges(file)
+    return Content(file.nbytes, ranges.read, etag, checkpoint, ranges.end_of_read)
 
 
 def npy_header(info: TensorInfo, shape: tuple[int, ...]) -> bytes:
@@ -129,12 +138,7 @@ def content_of_plan(checkpoint: Checkpoint, plan: ReadPlan) -> Content:
         "tensors": json.dumps([_placed(plan, key) for key in plan.tensors]),
     }
     file = TargetFile.of("part", header_of(infos, about), *spans)
-    return Content(
-        file.nbytes,
-        FileRanges(file).read,
-        etag_of(checkpoint, plan.rank, about, infos, spans),
-        checkpoint,
-    )
+    return _content_of_file(file, etag_of(checkpoint, plan.rank, about, infos, spans), checkpoint)
 
 
 def _placed(plan: ReadPlan, key: Any) -> dict[str, Any]:
