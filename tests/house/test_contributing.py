@@ -137,6 +137,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_is_done_as_it_is_printed(task: str, copy: Path) -> None:
     revisions = len(list((copy / "ucformat/migrations/versions").glob("[0-9]*.py")))
@@ -151,6 +152,7 @@ def test_a_task_is_done_as_it_is_printed(task: str, copy: Path) -> None:
         run(words, copy, copy)
 
 
+@pytest.mark.front("Add a source", "Add a live engine")
 @pytest.mark.parametrize("task", PLUGINS)
 def test_a_package_is_extended_as_it_is_printed(task: str, tmp_path: Path) -> None:
     if task == "Add a live engine":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -16,6 +16,7 @@ import ucformat
 from tests.exporters.reading import differences, globals_of, state_of
 from tests.fakes import ODD, FakeSource, random_array, same
 from tests.sources.suite import DATA
+from tests.tiers import rounds
 from tests.torch.ranks import Ranks
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import IntegrityError, UnsupportedError, UsageError
@@ -314,6 +315,7 @@ def test_only_the_metadata_is_written_last(tmp_path: Path) -> None:
     st.integers(1, 300),
     st.integers(1, 3000),
 )
+@settings(max_examples=rounds(15, 100), deadline=None)
 def test_any_shape_in_any_chunks(
     tmp_path_factory: pytest.TempPathFactory,
     tensors: list[tuple[tuple[int, ...], str]],
