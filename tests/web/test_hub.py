@@ -6,7 +6,7 @@ import http.client
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,12 +14,15 @@ import pytest
 import ucformat
 from tests.exporters.sources import opened, universal, zero3
 from tests.web.serving import serving
+from ucformat.errors import MissingData
+from ucformat.jobs.bands import FileRanges
 from ucformat.web.library import Presentation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.jobs.inputs import Input
 
 ARRAYS = {
     (f"layers.{n}.weight", "weight"): np.arange(n, n + 40 * 30, dtype="f4").reshape(40, 30)
@@ -135,3 +138,33 @@ def test_the_hub_s_own_client(tmp_path: Path) -> None:
         subprocess.run(command, check=True, env=environment, timeout=120)
     downloaded = {n: d for n, d in files_of(tmp_path / "d").items() if not n.startswith(".cache")}
     assert downloaded == files_of(tmp_path / "e")
+
+
+DOWNLOAD = """
+import sys
+from huggingface_hub import hf_hub_download
+hf_hub_download("m", "model.safetensors", local_dir=sys.argv[1])
+"""
+
+
+def test_an_interrupted_download_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = np.arange(1 << 20, dtype="f4").reshape(1024, 1024)
+    ck = ucformat.convert(opened({("w", "weight"): array}), tmp_path / "u")
+    read, faults = FileRanges.read, [MissingData("the disk is gone", hint="wait")]
+
+    def fail_once(file: FileRanges, source: Input, start: int, stop: int) -> Any:
+        if start >= 1 << 20 and faults:
+            raise faults.pop()
+        return read(file, source, start, stop)
+
+    with serving(places={"m": ck}) as ask:
+        whole = ask("/m/resolve/main/model.safetensors")
+        monkeypatch.setattr(FileRanges, "read", fail_once)
+        environment = {"HF_ENDPOINT": ask.url, "HF_HOME": str(tmp_path / "home"), "PATH": ""}
+        command = [sys.executable, "-c", DOWNLOAD, str(tmp_path / "d")]
+        with caplog.at_level("INFO", "ucformat.web"):
+            subprocess.run(command, check=True, env=environment, timeout=120)
+    assert (tmp_path / "d" / "model.safetensors").read_bytes() == whole.body
+    assert "the response was broken off: the disk is gone" in caplog.text

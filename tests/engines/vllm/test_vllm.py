@@ -1,4 +1,4 @@
-"""vLLM generates the same tokens as Transformers from what is exported, and from weights that are safetensors files.
+"""vLLM generates the same tokens as Transformers from exports, weights that are safetensors files, and a server.
 
 `make .engines/vllm/.installed` installs it for CPU; `UCFORMAT_VLLM_PYTHON` names another
 interpreter that has it.
@@ -19,6 +19,8 @@ import ucformat
 import ucformat.torch
 from tests.engines import engine
 from tests.patience import PATIENCE
+from tests.web.serving import serving
+from ucformat.web.library import Presentation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +42,10 @@ SIZES = {
 }
 
 
-def generated(folders: Sequence[Path], into: Path) -> list[list[int]]:
-    """What vLLM generates from each folder."""
+def generated(
+    folders: Sequence[Path | str], into: Path, endpoint: str | None = None
+) -> list[list[int]]:
+    """What vLLM generates from each folder, or repository of a server."""
     try:
         python = engine("vllm")
     except RuntimeError:
@@ -55,7 +59,8 @@ def generated(folders: Sequence[Path], into: Path) -> list[list[int]]:
     (into / "request.json").write_text(json.dumps(request))
     environment = {
         **os.environ,
-        "HF_HUB_OFFLINE": "1",
+        **({"HF_ENDPOINT": endpoint} if endpoint else {"HF_HUB_OFFLINE": "1"}),
+        "HF_HOME": str(into / "home"),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -103,5 +108,11 @@ def test_vllm_generates_the_same(tmp_path: Path, tied: bool) -> None:
     assert len(list((tmp_path / "exported").glob("*.safetensors"))) > 1
     url = ucformat.open(tmp_path / "in_place").hf_url
     assert url is not None
-    found = generated([Path(url), tmp_path / "exported"], tmp_path)
-    assert found == [wanted[0].tolist()[len(PROMPT) :]] * 2
+    options: dict[str, Any] = {"stage": 3, "world": 2, "weights_only": True, "step": 1}
+    ucformat.export(tmp_path / "arrays", tmp_path / "zero3", "deepspeed", buffers="none", **options)
+    served = {name: ucformat.open(tmp_path / name) for name in ("arrays", "zero3")}
+    presentation = Presentation(options={"assets": str(tmp_path / "assets")})
+    with serving(places=served, presentation=presentation) as ask:
+        places = [Path(url), tmp_path / "exported", *served]
+        found = generated(places, tmp_path, ask.url)
+    assert found == [wanted[0].tolist()[len(PROMPT) :]] * 4
