@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -138,6 +139,27 @@ def test_the_hub_s_own_client(tmp_path: Path) -> None:
         subprocess.run(command, check=True, env=environment, timeout=120)
     downloaded = {n: d for n, d in files_of(tmp_path / "d").items() if not n.startswith(".cache")}
     assert downloaded == files_of(tmp_path / "e")
+
+
+def test_names_of_files_are_only_text(tmp_path: Path) -> None:
+    assets = tmp_path / "assets"
+    names = [
+        'tokenizer_"quoted".json',
+        "tokenizer_\n.json",
+        "tokenizer_é.json",
+        "tokenizer_<script>.json",
+    ]
+    assets.mkdir()
+    for name in ("config.json", *names):
+        (assets / name).write_text("{}")
+    presentation = Presentation(options={"assets": str(assets)})
+    with serving(places={"m": of_kind("universal", tmp_path)}, presentation=presentation) as ask:
+        listed = [f["path"] for f in json.loads(ask("/api/models/m/tree/main").body)]
+        for name in names:
+            answer = ask(f"/m/resolve/main/{quote(name)}")
+            assert (answer.status == 200) == (name in listed), name
+            assert "\n" not in answer.headers.get("content-disposition", "")
+        assert set(names) - set(listed) == {names[1]}
 
 
 DOWNLOAD = """

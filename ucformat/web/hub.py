@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs, quote, unquote
 
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -215,7 +216,7 @@ class _Hub:
             "x-repo-commit": served.commit,
             "x-linked-etag": f'"{file.oid}"',
             "x-linked-size": str(file.nbytes),
-            "content-disposition": f'inline; filename="{file.name.rpartition("/")[2]}";',
+            "content-disposition": _disposition(file.name.rpartition("/")[2]),
         }
         return RangeResponse(content_of(file), headers, lambda _: self.library.forget(served))
 
@@ -240,6 +241,12 @@ def raw_path(request: Request) -> str:
     """The path as it was sent, in which a slash of a name is still told from one between names."""
     raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
     return raw.partition(b"?")[0].decode("latin-1")
+
+
+def _disposition(name: str) -> str:
+    """The header that names a file, whatever characters its name has."""
+    plain = re.sub(r"[^\w. -]", "_", name, flags=re.ASCII)
+    return f"inline; filename*=UTF-8''{quote(name, safe='')}; filename=\"{plain}\";"
 
 
 def _names(entry: Entry) -> list[str]:

@@ -134,6 +134,7 @@ class Served:
                 self._files = {
                     file.key: VirtualFile(file, self.checkpoint, self.commit)
                     for file in sorted(target.files, key=lambda file: file.key)
+                    if file.key.isprintable()  # others no client could ask for
                 }
             return self._files
 
