@@ -121,7 +121,7 @@ def test_version_and_help(run: Run) -> None:
     for name in ucp.lazy:
         assert f"\n  {name} " in text
     assert run(code=2).stderr.startswith("Usage: ucp ")
-    assert "the commands are show" in run("shwo", code=2).stderr
+    assert "the commands are demo, show" in run("shwo", code=2).stderr
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -84,6 +84,7 @@ OPENING: dict[str, Sequence[str]] = {
 }
 #: Those that ask the catalog, storage or nobody what a checkpoint is, and open none of others.
 OTHERS = {
+    "demo",
     "serve",
     "sign",
     "thin",

@@ -46,6 +46,10 @@ _LAYOUT = LazyGroup(
 ucp = Program(
     "ucp",
     {
+        "demo": (
+            "demo:demo",
+            "Make a small run of checkpoints, and show what can be done with it.",
+        ),
         "show": ("show:show", "Show the contents of a checkpoint."),
         "get": ("get:get", "Read a tensor or a slice of one."),
         "plan": ("layouts:plan", "Compute what the ranks of a layout would read."),
@@ -90,7 +94,7 @@ ucp = Program(
         "gc": ("retention:gc", "Show what can be removed from storage, and remove it."),
         "catalog": (_CATALOG, "Inspect and upgrade the catalog."),
     },
-    sections={"show": "Checkpoints", "ls": "The catalog of checkpoints"},
+    sections={"demo": "Checkpoints", "ls": "The catalog of checkpoints"},
     registered=Registry("commands", "command"),
     help="""Checkpoints for large models: save with any layout, and read exactly one rank's slice with any other.
 
