@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.content import ListedTensor
     from ucformat.catalog.deletion import PurgePlan
     from ucformat.catalog.diff import Diff
-    from ucformat.catalog.entries import AliasEntry, Entry, MoveEntry
+    from ucformat.catalog.entries import AliasEntry, Entry, MoveEntry, RunEntry
     from ucformat.catalog.lineage import Lineage
     from ucformat.catalog.refs import LocationEntry
     from ucformat.catalog.retention import RetentionPlan
@@ -210,6 +210,26 @@ class Catalog:
                 LineEntry(run, head, number, nbytes)
                 for (run, _, number, nbytes), head in zip(lines, heads, strict=True)
             ]
+
+    def runs(
+        self,
+        where: str = "",
+        *,
+        metric: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> list[RunEntry]:
+        """List the runs, those that were saved last first, with numbers of the checkpoints that match a filter.
+
+        Args:
+            metric: a metric whose best value in each run is looked up.
+            mode: whether less or more of it is better.
+        """
+        with self._database.reading() as c:
+            return search.find_runs(
+                c, where, stamps.now(), metric=metric, mode=mode, limit=limit, offset=offset
+            )
 
     def get(self, ref: str) -> Entry:
         """Look up a checkpoint."""

@@ -130,6 +130,35 @@ class LineEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class BestEntry:
+    """The best value of a metric in a run, and the id and step of the first checkpoint that has it."""
+
+    value: float
+    id: str
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """A run: how many checkpoints it has, their lowest and highest step, and when the last was saved.
+
+    `nbytes` are the bytes of their tensors; in `disk_nbytes`, those of the files where these are
+    recorded, as they are of foreign checkpoints. `best` is None if no metric was asked for, or the
+    run has none.
+    """
+
+    name: str
+    checkpoints: int
+    first_step: int | None
+    last_step: int | None
+    nbytes: int
+    disk_nbytes: int
+    first_saved: datetime
+    last_saved: datetime
+    best: BestEntry | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AliasEntry:
     """An alias and the id of the checkpoint that it points to."""
 

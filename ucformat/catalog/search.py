@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import sqlalchemy as sa
 
+from ucformat.catalog.entries import BestEntry, RunEntry
 from ucformat.catalog.launches import before, load_continuations, select_newest_first
 from ucformat.catalog.lines import lines
 from ucformat.catalog.models import CheckpointRow, Metric, RunRow, Tag
@@ -290,6 +291,87 @@ def find_lines(
         for run in sorted(runs)
         for head, line in sorted(lines(runs[run]), key=lambda pair: pair[0].created, reverse=True)
     ]
+
+
+def find_runs(
+    connection: Connection,
+    where: str,
+    now: datetime,
+    *,
+    metric: str | None,
+    mode: Literal["min", "max"],
+    limit: int | None,
+    offset: int,
+) -> list[RunEntry]:
+    """Find runs, those that were saved last first; of their checkpoints, those that match a filter."""
+    row = CheckpointRow
+    if metric is not None:
+        from ucformat.catalog.filter.compile import read_filter
+
+        quoted = metric.replace('"', '""')
+        read_filter(connection, f'metric."{quoted}" is not null')  # an unknown name is an error
+    latest = sa.func.max(row.created)
+    chosen: ColumnElement[bool]
+    if where.strip():
+        chosen = row.serial.in_(_all(_where(connection, where, now, deleted=False).all(connection)))
+        found = (
+            sa.select(row.run_id, latest.label("at")).where(chosen).group_by(row.run_id).subquery()
+        )
+        saved = sa.select(RunRow.id, RunRow.name, found.c.at).join(
+            found, found.c.run_id == RunRow.id
+        )
+    else:  # of each run one row of the index that has all that is asked for
+        chosen = row.state == "committed"
+        one = sa.select(latest).where(row.run_id == RunRow.id, chosen).scalar_subquery()
+        saved = sa.select(RunRow.id, RunRow.name, one.label("at"))
+    at = saved.subquery()
+    query = sa.select(at.c.id, at.c.name).where(at.c.at.is_not(None))
+    query = query.order_by(at.c.at.desc(), at.c.name).limit(limit).offset(offset)
+    names = {number: str(name) for number, name in connection.execute(query)}
+    listed: dict[int, RunEntry] = {}
+    best: dict[int, BestEntry] = {}
+    for page in pages(list(names)):
+        members = (row.run_id.in_(page), chosen)
+        columns = (sa.func.count(), sa.func.min(row.step), sa.func.max(row.step))
+        sizes = (row.nbytes, sa.func.coalesce(row.files_nbytes, row.nbytes))
+        totals = [sa.cast(sa.func.sum(size), sa.BigInteger) for size in sizes]
+        times = (sa.func.min(row.created), sa.func.max(row.created))
+        grouped = sa.select(row.run_id, *columns, *totals, *times).where(*members)
+        rows = connection.execute(grouped.group_by(row.run_id))
+        listed |= {number: RunEntry(names[number], *rest) for number, *rest in rows}
+        if metric is not None:
+            best |= _best(connection, members, metric, mode)
+    return [replace(listed[number], best=best.get(number)) for number in names]
+
+
+def _best(
+    connection: Connection,
+    members: Sequence[ColumnElement[bool]],
+    metric: str,
+    mode: Literal["min", "max"],
+) -> dict[int, BestEntry]:
+    """The best value of a metric in each run; a NaN is none."""
+    row = CheckpointRow
+    # by the checkpoint: SQLite would go through all values of the metric
+    value = (
+        sa.select(Metric.value)
+        .where(Metric.checkpoint == row.serial, Metric.name == metric)
+        .scalar_subquery()
+    )
+    valued = (
+        sa.select(row.run_id, row.serial, row.step, value.label("value")).where(*members).subquery()
+    )
+    order = valued.c.value.asc() if mode == "min" else valued.c.value.desc()
+    place = sa.func.row_number().over(
+        partition_by=valued.c.run_id, order_by=(order, valued.c.step, valued.c.serial)
+    )
+    ranked = sa.select(valued, place.label("place")).where(valued.c.value.is_not(None)).subquery()
+    first = (
+        sa.select(ranked.c.run_id, ranked.c.value, row.id, row.step)
+        .join(row.__table__, row.serial == ranked.c.serial)
+        .where(ranked.c.place == 1)
+    )
+    return {number: BestEntry(*rest) for number, *rest in connection.execute(first)}
 
 
 def is_empty(connection: Connection) -> bool:

@@ -81,6 +81,7 @@ CREATE INDEX ix_checkpoint_digest_block ON checkpoint (digest_block);
 CREATE INDEX ix_checkpoint_document_due ON checkpoint (document_due);
 CREATE INDEX ix_checkpoint_launch_id ON checkpoint (launch_id);
 CREATE INDEX ix_checkpoint_run_id_commits ON checkpoint (run_id, commits);
+CREATE INDEX ix_checkpoint_run_id_state_created_step_nbytes_files_nbytes ON checkpoint (run_id, state, created, step, nbytes, files_nbytes);
 CREATE INDEX ix_checkpoint_run_id_step ON checkpoint (run_id, step);
 CREATE INDEX ix_checkpoint_state_created ON checkpoint (state, created);
 CREATE INDEX ix_checkpoint_tensor_set_id ON checkpoint (tensor_set_id);
