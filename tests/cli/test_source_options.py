@@ -92,6 +92,7 @@ OTHERS = {
         "doctor",
         "layout schema",
         "ls",
+        "runs",
         "lineage",
         "sql",
         "tag",

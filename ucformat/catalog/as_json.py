@@ -11,7 +11,7 @@ from ucformat.catalog.entries import HoldEntry
 if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
 
-_NAMES = {"nbytes": "bytes", "files_nbytes": "files_bytes"}
+_NAMES = {"nbytes": "bytes", "files_nbytes": "files_bytes", "disk_nbytes": "disk_bytes"}
 
 
 def entry_data(entry: Entry) -> dict[str, Any]:

@@ -71,6 +71,7 @@ ucp = Program(
         "cache": (None, "Show or clear the cache of files read over a network."),
         "layout": (_LAYOUT, "Validate layout files."),
         "ls": ("ls:ls", "List the checkpoints in the catalog."),
+        "runs": ("runs:runs", "List the runs in the catalog."),
         "diff": ("diff:diff", "Show the differences between two checkpoints."),
         "lineage": ("lineage:lineage", "Show the ancestors or descendants of a checkpoint."),
         "sql": ("sql:sql", "Query the catalog in SQL."),

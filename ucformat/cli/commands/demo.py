@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _RUN, _RANKS = "tiny", 4
 _STEPS, _BETWEEN = (20, 40, 60, 80), 20
 _LAST, _BEFORE = _STEPS[-1], _STEPS[-2]
-_MAX_LINES = 14  # of the output of a step that people see
+_MAX_LINES = 15  # of the output of a step that people see
 _CATALOG = "catalog.db"
 _LAYOUT = """version: 1
 mesh: {tp: 2}
@@ -168,6 +168,8 @@ def _walk(losses: dict[int, float]) -> Iterator[Step]:
         done = _done("Note the loss", f"ucp metric {_RUN}@{step} loss={loss:.4f}")
     yield done
     yield _done("List the checkpoints", "ucp ls --columns name,kind,size,metric.loss")
+    yield _done("Draw the loss", f"ucp ls \"run = '{_RUN}'\" --plot metric.loss")
+    yield _done("List the runs", "ucp runs --metric loss")
     yield _done("Open one, in place", f"ucp show {last}")
     yield _done("Read a slice, and nothing else", f"ucp get {last} lm_head.weight 0:2,0:4")
     yield _done("The same in Python", f'python -c "{_SLICE}"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,19 @@ from ucformat.catalog.columns import ID_LENGTH, Column, parse_columns
 from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, bundle, command
 from ucformat.cli.ui.output import terminal_width
-from ucformat.cli.ui.text import ago, bytes_text, count, plural, table
+from ucformat.cli.ui.plot import MAX_SERIES, plot
+from ucformat.cli.ui.text import ago, bytes_text, count, plural, tabbed, table
+from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
     from ucformat.cli.ui.output import Output
 
-_MAX_ROWS = 50
+_MAX_ROWS, _MAX_POINTS = 50, 1000
+_WIDTH_OF_PIPES = 80
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Shown:
     offset: int
     columns: str | None
     deleted: bool
+    plotted: str | None
 
 
 @command
@@ -73,6 +78,12 @@ class Shown:
         is_flag=True,
         help="Include deleted, purged and replaced checkpoints.",
     ),
+    click.option(
+        "--plot",
+        "plotted",
+        metavar="KEY",
+        help="Draw a number, such as metric.loss, along the steps instead, a mark for each run.",
+    ),
 )
 @click.option(
     "--runs",
@@ -97,39 +108,121 @@ def ls(
     if runs:
         _list_runs(where, out)
         return
+    plotted = shown.plotted is not None
+    if plotted and shown.columns is not None:
+        raise UsageError("--plot and --columns exclude each other")
     chosen = None if shown.columns is None else parse_columns(shown.columns)
-    limit, offset, deleted = shown.limit, shown.offset, shown.deleted
-    if limit is None and not (out.quiet or out.as_json):
-        limit = _MAX_ROWS
+    if shown.plotted is not None:
+        chosen = parse_columns(shown.plotted)
+    offset, deleted = shown.offset, shown.deleted
     with opened_catalog() as catalog:
-        entries = catalog.find(
-            where, sort=shown.sort, limit=limit or None, offset=offset, deleted=deleted
-        )
-        full = limit and len(entries) == limit
-        total: int | None = len(entries)
-        if full or offset:  # counting may take longer than finding
-            total = (catalog.count if out.as_json else catalog.count_few)(where, deleted=deleted)
+        entries, total, full = _find(catalog, where, shown, out)
         for column in chosen or ():
             if column.path and column.empty(entries):
                 _check_known(catalog, column.text, out)
+    if plotted and chosen is not None:
+        _plot(entries, chosen, out)
+    else:
+        _print(entries, chosen, total, out, deleted=deleted)
+    if shown.sort == NEWEST:
+        for text in contradictions(entries, lambda entry: entry.name):
+            out.warn(text)
+    if full:
+        _tell_of_more(len(entries), offset, total, out)
+
+
+def _find(
+    catalog: Catalog, where: str, shown: Shown, out: Output
+) -> tuple[list[Entry], int | None, bool]:
+    """The checkpoints, how many match (None: it would take long to count them), and whether there may be more."""
+    plain = out.quiet or out.as_json
+    most = _MAX_ROWS if shown.plotted is None else _MAX_POINTS
+    limit = None if plain and shown.limit is None else most if shown.limit is None else shown.limit
+    entries = catalog.find(
+        where, sort=shown.sort, limit=limit or None, offset=shown.offset, deleted=shown.deleted
+    )
+    full = bool(limit) and len(entries) == limit
+    total: int | None = len(entries)
+    if full or shown.offset:  # counting may take longer than finding
+        total = (catalog.count if out.as_json else catalog.count_few)(where, deleted=shown.deleted)
+    return entries, total, full
+
+
+def _tell_of_more(listed: int, offset: int, total: int | None, out: Output) -> None:
+    """Print a note if there are more than are listed."""
+    if total is None:
+        out.note(f"the first {count(listed)}; -n {2 * listed} shows more, or a narrower filter")
+    elif total > offset + listed:
+        out.note(
+            f"{count(listed)} of {plural(total, 'checkpoint')}; -n {total} shows more, or a "
+            "narrower filter"
+        )
+
+
+def _print(
+    entries: Sequence[Entry],
+    chosen: Sequence[Column] | None,
+    total: int | None,
+    out: Output,
+    *,
+    deleted: bool,
+) -> None:
+    """Print checkpoints as a table."""
     out.result(
         lambda: _table(entries, chosen or _default(entries, deleted=deleted)),
         lambda: {"checkpoints": [entry_data(e) for e in entries], "total": total},
         lambda: (e.id for e in entries),
     )
-    if shown.sort == NEWEST:
-        for text in contradictions(entries, lambda entry: entry.name):
-            out.warn(text)
-    if full and total is None:
-        out.note(
-            f"the first {count(len(entries))}; -n {2 * len(entries)} shows more, or a narrower "
-            "filter"
+
+
+def _plot(entries: Sequence[Entry], chosen: Sequence[Column], out: Output) -> None:
+    """Draw the values of a column along the steps, those of each run together."""
+    if len(chosen) != 1:
+        raise UsageError("--plot draws one key", hint="such as: --plot metric.loss")
+    column = chosen[0]
+    series: dict[str, list[tuple[int, float | None]]] = {}
+    for entry in sorted((e for e in entries if e.step is not None), key=lambda e: e.created):
+        value = column.value(entry)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UsageError(
+                f"{column.text} of {entry.name} is no number",
+                hint="draw one, such as: --plot metric.loss",
+            )
+        points = series.setdefault(entry.run or "-", [])
+        points.append((entry.step or 0, None if value is None else float(value)))
+    if len(series) > MAX_SERIES:
+        raise UsageError(
+            f"these checkpoints are of {len(series)} runs, and at most {MAX_SERIES} are drawn",
+            hint="choose some with a filter, such as: run like 'run7%'",
         )
-    elif full and total is not None and total > offset + len(entries):
-        out.note(
-            f"{count(len(entries))} of {plural(total, 'checkpoint')}; -n {total} shows more, or a "
-            "narrower filter"
-        )
+    for points in series.values():
+        points.sort(key=lambda point: point[0])
+    out.result(
+        lambda: plot(_title(column, series), series, terminal_width() or _WIDTH_OF_PIPES),
+        lambda: {
+            "plot": column.text,
+            "series": [{"run": run, "points": points} for run, points in series.items()],
+        },
+        lambda: (
+            tabbed((run, str(step), "-" if value is None else repr(value)))
+            for run, points in series.items()
+            for step, value in points
+        ),
+    )
+    values = [value for points in series.values() for _, value in points]
+    gaps = {
+        "without a step": len(entries) - len(values),
+        "without a value": values.count(None),
+        "with a value that is not finite": sum(
+            v is not None and not math.isfinite(v) for v in values
+        ),
+    }
+    if told := ", ".join(f"{n} {what}" for what, n in gaps.items() if n):
+        out.note(f"not drawn of {plural(len(entries), 'checkpoint')}: {told}")
+
+
+def _title(column: Column, series: Collection[str]) -> str:
+    return f"{column.text} of {next(iter(series))}" if len(series) == 1 else column.text
 
 
 def _list_runs(where: str, out: Output) -> None:
@@ -174,8 +267,6 @@ def _list_runs(where: str, out: Output) -> None:
 
 def _check_known(catalog: Catalog, key: str, out: Output) -> None:
     """Print a note if no checkpoint in the catalog has a key, which may be misspelled."""
-    from ucformat.errors import UsageError
-
     try:
         catalog.find(f"{key} is null", limit=1)
     except UsageError as error:

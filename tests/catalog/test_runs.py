@@ -1,0 +1,85 @@
+"""The runs of a catalog, with what their checkpoints have."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.catalog.acts import put
+from tests.catalog.manifests import manifest
+from ucformat.catalog.entries import BestEntry
+from ucformat.errors import UsageError
+
+if TYPE_CHECKING:
+    from ucformat.catalog.catalog import Catalog
+
+NAN = float("nan")
+
+
+def fill(catalog: Catalog) -> None:
+    """A run with a NaN, a tie and a checkpoint without the metric, one of an engine, and one that was deleted."""
+    for n, loss in enumerate((4.0, NAN, 2.0, 2.0)):
+        put(catalog, n, step=10 * n, metrics={"loss": loss, "f1": -loss})
+    put(catalog, 4, step=5)
+    catalog.record(
+        manifest(10, "other", 7), "/data/other/7", kind="deepspeed", run="other", files=(3, 999)
+    )
+    put(catalog, 20, run="gone", step=1, metrics={"loss": 0.0})
+    catalog.delete("gone@1")
+
+
+def test_each_run_has_its_numbers(catalog: Catalog) -> None:
+    fill(catalog)
+    listed = {run.name: run for run in catalog.runs(metric="loss")}
+    assert sorted(listed) == ["other", "run7"]
+    entries = catalog.find("run = 'run7'")
+    run = listed["run7"]
+    assert (run.checkpoints, run.first_step, run.last_step) == (5, 0, 30)
+    assert run.nbytes == run.disk_nbytes == sum(e.nbytes for e in entries)
+    assert run.first_saved == min(e.created for e in entries)
+    assert run.last_saved == max(e.created for e in entries)
+    assert run.best == BestEntry(2.0, catalog.get("run7@20").id, 20), "not NaN, the first of two"
+    assert listed["other"].disk_nbytes == 999
+    assert listed["other"].best is None
+    assert catalog.runs()[0].best is None
+
+
+def test_more_may_be_better(catalog: Catalog) -> None:
+    fill(catalog)
+    (run,) = catalog.runs("run = 'run7'", metric="loss", mode="max")
+    assert run.best is not None
+    assert (run.best.value, run.best.step) == (4.0, 0)
+
+
+def test_a_filter_chooses_the_checkpoints_that_count(catalog: Catalog) -> None:
+    fill(catalog)
+    (run,) = catalog.runs("step >= 20", metric="loss", mode="max")
+    assert (run.name, run.checkpoints, run.first_step) == ("run7", 2, 20)
+    assert run.best is not None
+    assert run.best.value == 2.0
+    assert [r.name for r in catalog.runs("state = 'deleted'")] == ["gone"]
+    assert catalog.runs("step > 1000") == []
+
+
+def test_the_last_saved_comes_first(catalog: Catalog) -> None:
+    for n, run in enumerate(("b", "a", "c")):
+        put(catalog, n, run=run, created=datetime(2026, 1, 1 + n % 2, tzinfo=UTC))
+    assert [run.name for run in catalog.runs()] == ["a", "b", "c"], "of equal times by name"
+    assert [run.name for run in catalog.runs(limit=1, offset=1)] == ["b"]
+    assert [run.name for run in catalog.runs("step >= 0", limit=2)] == ["a", "b"]
+
+
+def test_a_metric_that_nothing_has_is_an_error(catalog: Catalog) -> None:
+    fill(catalog)
+    for name in ("los", 'lo"ss', "loss' or 1"):
+        with pytest.raises(UsageError, match="unknown key"):
+            catalog.runs(metric=name)
+
+
+def test_an_infinite_value_is_a_value(catalog: Catalog) -> None:
+    put(catalog, 0, metrics={"a.b": float("inf")})
+    (run,) = catalog.runs(metric="a.b")
+    assert run.best is not None
+    assert run.best.value == float("inf")

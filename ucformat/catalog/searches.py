@@ -1,0 +1,128 @@
+"""What a catalog finds, counts and lists: the questions about many checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from ucformat.catalog import search
+from ucformat.catalog import stamp as stamps
+from ucformat.catalog.entries import LineEntry
+from ucformat.catalog.loading import load_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ucformat.catalog.database import Database
+    from ucformat.catalog.entries import Entry, RunEntry
+
+
+class Searches:
+    """The part of `Catalog` that asks about many checkpoints."""
+
+    _database: Database
+
+    def find(
+        self,
+        where: str = "",
+        *,
+        sort: str = search.NEWEST,
+        limit: int | None = None,
+        offset: int = 0,
+        deleted: bool = False,
+    ) -> list[Entry]:
+        """Find the checkpoints that match a filter (docs/filters.md).
+
+        Args:
+            deleted: include those that are no longer committed (default: only if the filter uses
+                `state`).
+        """
+        with self._database.reading() as c:
+            serials = search.find_serials(
+                c, where, stamps.now(), sort=sort, limit=limit, offset=offset, deleted=deleted
+            )
+            return load_entries(c, serials, stamps.now())
+
+    def count(self, where: str = "", *, deleted: bool = False) -> int:
+        """Count the checkpoints that match a filter.
+
+        Args:
+            deleted: include those that are no longer committed (default: only if the filter uses
+                `state`).
+        """
+        with self._database.reading() as c:
+            return search.count_checkpoints(c, where, stamps.now(), deleted=deleted) or 0
+
+    def count_few(self, where: str = "", *, deleted: bool = False) -> int | None:
+        """As `count`, but None if more than 10,000 checkpoints would have to be tested."""
+        with self._database.reading() as c:
+            return search.count_checkpoints(c, where, stamps.now(), deleted=deleted, most=10_000)
+
+    def check_filter(self, where: str) -> None:
+        """Check that a text is a filter, of which each metric and configuration path exists.
+
+        Raises:
+            UsageError: it is not; the message points at the wrong place.
+        """
+        from ucformat.catalog.filter.compile import read_filter
+
+        with self._database.reading() as c:
+            read_filter(c, where)
+
+    def facets(self, where: str = "", *, most: int = 1000) -> dict[str, dict[str, int]]:
+        """How many of the newest checkpoints that match have each run, kind and tag, the most frequent first.
+
+        Args:
+            most: how many of the newest are counted (default: 1000).
+        """
+        with self._database.reading() as c:
+            serials = search.find_serials(
+                c, where, stamps.now(), sort=search.NEWEST, limit=most, offset=0, deleted=False
+            )
+            return search.count_values(c, serials)
+
+    def series(
+        self, metrics: Mapping[str, str], where: str = "", *, most: int = 40
+    ) -> dict[str, list[tuple[int, float]]]:
+        """The values of one metric of each run, at its last steps.
+
+        Args:
+            metrics: the name of the metric, by run.
+            where: only of checkpoints that match this filter.
+            most: of how many steps (default: 40).
+
+        Returns:
+            By run, pairs of a step and a value, in order of steps; values that are no numbers are
+            left out.
+        """
+        with self._database.reading() as c:
+            return search.find_series(c, metrics, where, stamps.now(), most=most)
+
+    def lines(self, where: str = "") -> list[LineEntry]:
+        """Find the lines of all runs (docs/catalog.md), by run."""
+        with self._database.reading() as c:
+            lines = search.find_lines(c, where, stamps.now())
+            heads = load_entries(c, [serial for _, serial, _, _ in lines], stamps.now())
+            return [
+                LineEntry(run, head, number, nbytes)
+                for (run, _, number, nbytes), head in zip(lines, heads, strict=True)
+            ]
+
+    def runs(
+        self,
+        where: str = "",
+        *,
+        metric: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> list[RunEntry]:
+        """List the runs, those that were saved last first, with numbers of the checkpoints that match a filter.
+
+        Args:
+            metric: a metric whose best value in each run is looked up.
+            mode: whether less or more of it is better.
+        """
+        with self._database.reading() as c:
+            return search.find_runs(
+                c, where, stamps.now(), metric=metric, mode=mode, limit=limit, offset=offset
+            )
