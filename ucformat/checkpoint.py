@@ -31,10 +31,12 @@ from ucformat.storage.cache.scope import read_consistently
 from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.url import as_store, as_strings
 from ucformat.storage.wrappers import CachedListingStore, WatchedStore
+from ucformat.texts import bytes_text, count, shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ucformat.drawing import Drawing
     from ucformat.format.thinned import Dropped
     from ucformat.format.universal import Universal
     from ucformat.geometry.layout import Layout
@@ -500,9 +502,67 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def __exit__(self, *_: object) -> None:
         """End a `with` block: a checkpoint holds nothing open that must be closed."""
 
-    def _ipython_key_completions_(self) -> list[str]:
-        """The names that IPython and Jupyter offer after `ck[`."""
-        return [*self.names(), *self.aliases]
+    def _ipython_key_completions_(self) -> list[str | tuple[str, str]]:
+        """The names that IPython and Jupyter offer after `ck[`, and after them their states."""
+        return [*self.names(), *self.aliases, *self._infos]
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from ucformat.drawing import card
+
+        states: dict[str, list[TensorInfo]] = {}
+        for info in self._infos.values():
+            states.setdefault(info.state, []).append(info)
+        rows = [
+            (state, ", ".join(sorted({i.dtype for i in infos})), count(len(infos)),
+             count(sum(i.size for i in infos)), bytes_text(sum(i.nbytes for i in infos)))
+            for state, infos in states.items()
+        ]  # fmt: skip
+        committed = self.universal.manifest if self.universal else None
+        engine = " ".join(self.metadata.engine.values())
+        facts = {
+            "place": self.url,
+            "kind": self.kind if self.kind in engine else f"{self.kind} {engine}".strip(),
+            "id": committed and committed.id,
+            "run": committed and committed.run,
+            "step": self.metadata.step,
+            "layout": ", ".join(f"{k} {v}" for k, v in self.metadata.layout.items()) or None,
+            "part of": self.metadata.part_of or None,
+            "not readable": len(self.unreadable) or None,
+            "lossy": len(self.lossy) or None,
+        }
+        names = self.url.rstrip("/").rpartition("/")[2]
+        return card(names, facts, ("state", "dtype", "tensors", "elements", "size"), rows)
+
+    def plot(self, layout: Layout | None, name: str, state: str | None = None) -> Drawing:
+        """Draw how a tensor is stored, and over that which boxes of it the ranks of a layout hold; reads no values.
+
+        Args:
+            layout: None draws the storage alone.
+            name: of the tensor; if the layout has a view, in the view.
+            state: as in `ck[name, state]` (None: its weight, or else its master).
+
+        Raises:
+            UsageError: the ranks' boxes are too many to be drawn.
+        """
+        from ucformat.drawing import draw_boxes
+        from ucformat.geometry.box import Box
+        from ucformat.geometry.tensor import single_extents
+
+        shown = self if layout is None or not layout.view else self.view(layout)
+        info = (shown[name] if state is None else shown[name, state]).info
+        stored = single_extents(shown.source.extents(info.key, Box.whole(info.shape)))
+        held: dict[Box, list[int]] = {}
+        if layout is not None:
+            from ucformat.reading.rank import Bound
+
+            bound = Bound.of(shown.metadata.tensor_list, layout, [info.state]).layout
+            key = Key(layout.rename(info.name), info.state)
+            for rank in range(bound.ranks):
+                for piece in bound.pieces(key, rank):
+                    held.setdefault(piece.box, []).append(rank)
+        label = f"{info.name} ({info.state}), {info.dtype}, {shape_text(info.shape)}"
+        return draw_boxes(label, info.shape, (extent.box for extent in stored), held)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._states)

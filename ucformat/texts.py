@@ -55,3 +55,8 @@ def ago(at: datetime, now: datetime | None = None) -> str:
         ((u, n) for u, n in (("d", 86400), ("h", 3600), ("m", 60)) if seconds >= 2 * n), ("s", 1)
     )
     return f"{seconds // size}{unit}"
+
+
+def clean(text: str, keep: str = "\n") -> str:
+    """Escape control characters, since names from files must not control terminals or the direction of text."""
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)

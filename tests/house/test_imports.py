@@ -28,11 +28,12 @@ ALLOWED: dict[str, set[str]] = {
     "registry": {"errors"},
     "durable": set(),
     "texts": set(),
+    "drawing": {"errors", "geometry", "texts"},
     "schema": set(),
     "config_files": {"errors"},
     "geometry": {"schema", "errors", "config_files", "_native"},
     "storage": {"schema", "errors", "registry", "durable", "redacted", "settings", "_native"},
-    "reading": {"schema", "errors", "geometry", "storage"},
+    "reading": {"schema", "errors", "geometry", "storage", "drawing", "texts"},
     "views": {"schema", "errors", "registry", "geometry", "storage", "reading"},
     "format": {"schema", "errors", "geometry", "storage", "reading", "_version", "_native"},
     "sources": {"schema", "errors", "registry", "geometry", "storage", "reading", "_native"},
@@ -43,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "zarr_store": {"errors", "geometry", "storage", "reading", "format"},
     "checkpoint": {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"),
-        *("settings", "zarr_store"),
+        *("settings", "zarr_store", "drawing", "texts"),
     },
     "signatures": {"schema", "errors", "geometry", "storage", "format", "checkpoint", "settings"},
     "references": {
@@ -61,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "torch": {
         *("schema", "errors", "geometry", "storage", "reading", "format", "sources", "checkpoint"),
         *("_version", "catalog", "references", "redacted", "registry", "settings", "exporters"),
-        "jobs",
+        *("jobs", "drawing"),
     },
     "jax": {
         *("errors", "geometry", "storage", "reading", "checkpoint", "references", "torch"),
@@ -73,7 +74,10 @@ ALLOWED: dict[str, set[str]] = {
         "texts",
     },
     "settings": {"errors", "durable"},
-    "catalog": {"schema", "errors", "redacted", "settings", "migrations", "config_files", "texts"},
+    "catalog": {
+        *("schema", "errors", "redacted", "settings", "migrations", "config_files", "texts"),
+        "drawing",
+    },
     "migrations": set(),
 }
 #: What the rooms of engines may import: the core, and each its own modules.
@@ -105,6 +109,7 @@ OUTSIDE: dict[str, set[str]] = {
     "registry": set(),
     "durable": set(),
     "texts": set(),
+    "drawing": set(),
     "schema": {"pydantic", "pydantic_core"},
     "geometry": {"numpy", "pydantic"},
     "config_files": {"yaml"},

@@ -147,6 +147,14 @@ class Lineage:
     nodes: Mapping[str, LineageNode]
     edges: tuple[LineageEdge, ...]
 
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from ucformat.drawing import card
+
+        way = "Ancestors" if self.direction == "up" else "Descendants"
+        title = f"{way} of {self.nodes[self.root].name}"
+        return card(title, {"edges": len(self.edges)}, text="\n".join(render_tree(self)))
+
 
 def load_lineage(
     connection: Connection,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.reading.readable import FileRecord
+    from ucformat.storage.base import Store
 
     Array = NDArray[np.float32]
 
@@ -127,7 +128,7 @@ class _InMemory:
     kind = "numpy"
 
     def __init__(self, arrays: Mapping[Key, Array], step: int, group: Mapping[str, Any]) -> None:
-        self.store = MemoryStore(f"demo-{step}")
+        self.store: Store = MemoryStore(f"demo-{step}")
         self._offsets: dict[Key, int] = {}
         infos, data = [], bytearray()
         for key, array in arrays.items():

@@ -21,6 +21,7 @@ from ucformat.reading.execute import (
 from ucformat.reading.indexing import parse_index
 from ucformat.reading.plan import make_plan
 from ucformat.reading.rank import item_for
+from ucformat.texts import bytes_text, shape_text
 
 if TYPE_CHECKING:
     import torch
@@ -105,6 +106,20 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"<ucformat.Tensor {self.info.key}: {self.info.dtype} {list(self.shape)}>"
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from ucformat.drawing import card
+
+        facts = {
+            "state": self.state,
+            "dtype": self.info.dtype,
+            "shape": shape_text(self.shape),
+            "size": bytes_text(self.nbytes),
+            "checkpoint": self._source.store.url,
+            "fingerprint": self.recorded_fingerprint,
+        }
+        return card(self.name, facts)
 
     def __getitem__(self, index: Index) -> NDArray[Any]:
         """Read a slice with NumPy's basic indexing: integers, slices and `...`."""

@@ -132,6 +132,27 @@ class ReadPlan:
             lines.append(f"  zero-filled {sum(self.zero_filled.values())} elements of padding")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from ucformat.drawing import card
+
+        ratio = self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
+        facts = {
+            "tensors": len(self.tensors),
+            "memory": size_text(self.memory),
+            "needed": size_text(self.bytes_needed),
+            "read": f"{size_text(self.bytes_read)} ({ratio:.3f} of what is needed)",
+            "unverified": size_text(self.bytes_unverified),
+            "for checksums alone": size_text(self.bytes_besides),
+            "requests": f"{self.requests} in {len(self.files)} files",
+            "zero-filled": sum(self.zero_filled.values()) or None,
+        }
+        rows = [
+            (file, size_text(nbytes))
+            for file, nbytes in sorted(self.files.items(), key=lambda pair: -pair[1])
+        ]
+        return card(f"What rank {self.rank} reads", facts, ("file", "read"), rows, more="files")
+
     def execute(
         self,
         into: Mapping[tuple[str, str], NDArray[np.generic]] | None = None,

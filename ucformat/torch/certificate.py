@@ -90,6 +90,27 @@ class Certificate:
             if not (verdict == "cast" and self.may_cast)
         }
 
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from ucformat.drawing import card
+
+        rows = [
+            (_MEANING[verdict], str(entry))
+            for verdict, entries in self._faults().items()
+            for entry in entries
+        ]
+        good = "The state is the one that was saved" if self else "The state is not what was saved"
+        facts = {
+            "checkpoint": self.url,
+            "step": self.step,
+            "equal tensors": len(self.equal),
+            "values": self.values,
+            "not asked for": self.left or None,
+            "cast": len(self.cast) or None,
+            "layout": ", ".join(f"{k} {v}" for k, v in self.layout.items()),
+        }
+        return card(good, facts, ("what", "where") if rows else (), rows)
+
     def checked(self) -> Certificate:
         """Return the certificate if it is positive.
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ucformat.texts import clean
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -153,11 +155,6 @@ def dumps(data: dict[str, Any], indent: int | None = None) -> str:
     from ucformat.schema import values
 
     return values.dumps(data, indent)
-
-
-def clean(text: str, keep: str = "\n") -> str:
-    """Escape control characters, since names from files must not control the terminal."""
-    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def use_color(stream: Any) -> bool:

@@ -7,8 +7,8 @@ from itertools import pairwise
 from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
-from ucformat.cli.ui.output import Heading, clean
-from ucformat.texts import count, shorten
+from ucformat.cli.ui.output import Heading
+from ucformat.texts import clean, count, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

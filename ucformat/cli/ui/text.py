@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from ucformat.cli.ui.output import Heading, Tabbed, clean
-from ucformat.texts import ago, bytes_text, count, moment, plural, shape_text, shorten
+from ucformat.cli.ui.output import Heading, Tabbed
+from ucformat.texts import ago, bytes_text, clean, count, moment, plural, shape_text, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
