@@ -127,7 +127,7 @@ OUTSIDE: dict[str, set[str]] = {
     "jobs": {"numpy", "pydantic"},
     "cli": {"click", "rich", "numpy", "yaml"},
     "settings": {"platformdirs"},
-    "web": {"jinja2", "numpy", "platformdirs", "starlette", "uvicorn"},
+    "web": {"jinja2", "markupsafe", "numpy", "platformdirs", "starlette", "uvicorn"},
     "testing": {"numpy", "pytest", "torch"},
     "jax": {"jax", "numpy"},
     "torch": {"numpy", "pydantic", "torch"},

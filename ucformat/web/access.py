@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import ipaddress
@@ -148,7 +149,10 @@ class Gate:
                 refused = JSONResponse(
                     {"error": "this server needs a token"},
                     401,
-                    {"www-authenticate": "Bearer", "x-error-message": "this server needs a token"},
+                    {
+                        "www-authenticate": _challenge(scope["path"]),
+                        "x-error-message": "this server needs a token",
+                    },
                 )
             if refused is None and access is not None and not self._in_rate(access):
                 refused = JSONResponse({"error": "too many requests"}, 429, {"retry-after": "1"})
@@ -188,7 +192,9 @@ class Gate:
         if not self.tokens:
             return Access()
         kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer":
+        if kind.lower() == "basic":  # as browsers send what was typed as the password
+            given = _password(given)
+        elif kind.lower() != "bearer":
             return None
         digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).hexdigest()
         chosen = None
@@ -224,6 +230,20 @@ def _limited(receive: Receive) -> Receive:
         return message
 
     return limited
+
+
+def _challenge(path: str) -> str:
+    """How a token may be sent; a browser that asks for a page lets its user type it as a password."""
+    is_page = path in ("/", "/ui") or path.startswith("/ui/")
+    return 'Basic realm="a token of this server, as the password"' if is_page else "Bearer"
+
+
+def _password(given: str) -> str:
+    """The password of credentials in base64; empty if they are none."""
+    try:
+        return base64.b64decode(given, validate=True).decode("latin-1").partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -23,6 +23,7 @@ from ucformat.errors import (
 from ucformat.web.access import Gate
 from ucformat.web.hub import hub_routes
 from ucformat.web.library import NoFile, NoRepository, NoRevision
+from ucformat.web.pages import error_page, page_routes
 from ucformat.web.plane import plane_routes
 from ucformat.web.registry import registry_routes
 
@@ -67,7 +68,12 @@ def make_app(
         open_to_all: answer requests to any host name although there are no tokens.
     """
     return Starlette(
-        routes=[*plane_routes(library), *registry_routes(library), *hub_routes(library)],
+        routes=[
+            *page_routes(library),
+            *plane_routes(library),
+            *registry_routes(library),
+            *hub_routes(library),
+        ],
         middleware=[Middleware(Gate, tokens=tokens, open_to_all=open_to_all)],
         exception_handlers={UcformatError: _failed},
     )
@@ -79,6 +85,9 @@ async def _failed(request: Request, error: Exception) -> Response:
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
     if status >= 500:
         _log.error("%s %r: %s", request.method, request.url.path, error)
+    page = error_page(request, error, status)
+    if page is not None:
+        return page
     message = "".join(c if " " <= c <= "~" else "?" if c > "~" else " " for c in error.message)
     headers = {"x-error-message": message[:_MAX_MESSAGE]}
     if type(error) in _CODES:

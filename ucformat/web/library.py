@@ -242,6 +242,10 @@ class Library:
         """Whether a client may see a place of this name: it is in no catalog, so no filter admits it."""
         return name in self.places and not access.scope
 
+    def visible_places(self, access: Access) -> list[str]:
+        """The names of the places that a client may see."""
+        return [name for name in self.places if self._has_place(name, access)]
+
     def entry(self, ref: str, access: Access) -> Entry:
         """What the catalog has of a reference; a place is none, so no client chooses paths."""
         from ucformat.catalog.refs import parse_ref
@@ -292,7 +296,7 @@ class Library:
 
     def repositories(self, access: Access, limit: int = 1000) -> Iterator[str]:
         """The names of places, runs, aliases, and ids of checkpoints without a run."""
-        yield from (name for name in self.places if self._has_place(name, access))
+        yield from self.visible_places(access)
         entries = self.entries(access, limit=limit)
         yield from dict.fromkeys(entry.run or entry.id for entry in entries)
         yield from dict.fromkeys(alias for entry in entries for alias in entry.aliases)

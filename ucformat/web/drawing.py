@@ -1,0 +1,202 @@
+"""Drawings of pages, as SVG whose colours are those of the style sheet."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from ucformat.texts import clean, count, shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Points = Sequence[Sequence[float]]
+
+_MOST_POINTS = 400  # of a curve
+_COLOURS = 8
+
+
+def _svg(width: float, height: float, *parts: str, label: str = "", kind: str = "") -> Markup:
+    """A drawing; without a label it is hidden from screen readers, for whom the text beside it tells the same."""
+    described = (
+        Markup('role="img" aria-label="{}"').format(label)
+        if label
+        else Markup('aria-hidden="true"')
+    )
+    start = Markup('<svg viewBox="0 0 {:g} {:g}" width="{:g}" height="{:g}" class="{}" {}>').format(
+        width, height, width, height, kind, described
+    )
+    return start + Markup("").join(parts) + Markup("</svg>")
+
+
+def _thinned(points: Points) -> list[tuple[float, float]]:
+    """So many points that a curve shows no fewer: of each group the lowest and the highest."""
+    finite = [(x, y) for x, y in points if math.isfinite(y)]
+    if len(finite) <= _MOST_POINTS:
+        return finite
+    size = math.ceil(2 * len(finite) / _MOST_POINTS)
+    chosen: list[tuple[float, float]] = []
+    for at in range(0, len(finite), size):
+        group = finite[at : at + size]
+        chosen += sorted({min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])})
+    return chosen
+
+
+def _scaled(
+    points: Points, left: float, top: float, width: float, height: float
+) -> list[tuple[float, float]]:
+    """The places of points in a rectangle."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    dx, dy = (max(xs) - min(xs)) or 1.0, (max(ys) - min(ys)) or 1.0
+    return [
+        (left + width * ((x - min(xs)) / dx), top + height * (1 - (y - min(ys)) / dy))
+        for x, y in points
+    ]
+
+
+def _curve(places: Points) -> Markup:
+    if len(places) == 1:
+        return Markup('<circle class="point" cx="{:.1f}" cy="{:.1f}" r="2"/>').format(*places[0])
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    return Markup('<path class="curve" d="M{}"/>').format(path)
+
+
+def sparkline(points: Points) -> Markup:
+    """A curve without axes."""
+    thinned = _thinned(points)
+    if not thinned:
+        return Markup("")
+    return _svg(90, 22, _curve(_scaled(thinned, 2, 2, 86, 18)), kind="spark")
+
+
+def plot(name: str, points: Points) -> Markup:
+    """A curve with its axes."""
+    thinned = _thinned(points)
+    if not thinned:
+        return Markup("")
+    left, top, width, height = 62, 8, 280, 120
+    xs, ys = [x for x, _ in thinned], [y for _, y in thinned]
+    text = Markup('<text x="{:g}" y="{:g}" text-anchor="{}" class="faint">{}</text>').format
+    return _svg(
+        left + width + 12,
+        top + height + 24,
+        Markup('<path class="axis" d="M{0} {1}V{2}H{3}"/>').format(
+            left - 4, top, top + height + 4, left + width
+        ),
+        text(left - 8, top + 8, "end", f"{max(ys):.4g}"),
+        text(left - 8, top + height + 2, "end", f"{min(ys):.4g}") if max(ys) > min(ys) else "",
+        text(left, top + height + 18, "start", f"{min(xs):,.0f}"),
+        text(left + width, top + height + 18, "end", f"{max(xs):,.0f}")
+        if max(xs) > min(xs)
+        else "",
+        _curve(_scaled(thinned, left, top, width, height)),
+        label=f"{shorten(clean(name), 60)}: from {ys[0]:.4g} at step {xs[0]:,.0f} "
+        f"to {ys[-1]:.4g} at step {xs[-1]:,.0f}, between {min(ys):.4g} and {max(ys):.4g}",
+    )
+
+
+def bars(files: Sequence[Mapping[str, Any]], total: int) -> Markup:
+    """How the bytes of a checkpoint are spread over its files: a strip with a part for each."""
+    width, at, parts = 640.0, 0.0, []
+    for i, file in enumerate(files):
+        share = width * file["bytes"] / total if total else 0.0
+        if share >= 0.25:
+            parts.append(
+                Markup(
+                    '<rect class="piece r{}" x="{:.2f}" y="0" width="{:.2f}" height="18"/>'
+                ).format(i % _COLOURS, at, share)
+            )
+        at += share
+    rest = (
+        Markup('<rect class="cell" x="{:.2f}" y="0" width="{:.2f}" height="18"/>').format(
+            at, width - at
+        )
+        if width - at > 0.5
+        else ""
+    )
+    label = f"{count(len(files))} files by their bytes; the table below has the numbers"
+    return _svg(width, 18, *parts, rest, label=label)
+
+
+def neighbourhood(graph: Mapping[str, Any]) -> Markup:
+    """A checkpoint between those that it was made from, on the left, and those made from it."""
+    columns: dict[int, list[Mapping[str, Any]]] = {}
+    for node in graph["nodes"]:
+        columns.setdefault(node["distance"], []).append(node)
+    width, gap, height = 170, 60, 34
+    first = min(columns)
+    tall = max(map(len, columns.values()))
+    places: dict[str, tuple[float, float]] = {}
+    boxes: list[str] = []
+    for distance, nodes in columns.items():
+        x = 2 + (distance - first) * (width + gap)
+        for i, node in enumerate(nodes):
+            y = 2 + (tall - len(nodes)) * (height + 10) / 2 + i * (height + 10)
+            places[node["key"]] = (x, y)
+            boxes.append(_node(node, x, y, width, height))
+    lines = []
+    for edge in graph["edges"]:
+        (px, py), (cx, cy) = places[edge["parent"]], places[edge["child"]]
+        x, y, to, at = px + width, py + height / 2, cx, cy + height / 2
+        middle = (x + to) / 2
+        lines.append(
+            Markup(
+                '<path class="edge{}" d="M{:g} {:g}C{:g} {:g} {:g} {:g} {:g} {:g}"><title>{}</title></path>'
+            ).format(
+                " needs" if edge["depends"] else "",
+                *(x, y, middle, y, middle, at, to, at),
+                shorten(clean(edge["label"]), 80),
+            )
+        )
+        lines.append(
+            Markup('<text class="faint" x="{:g}" y="{:g}" text-anchor="middle">{}</text>').format(
+                middle, (y + at) / 2 - 4, shorten(clean(edge["kind"]), 12)
+            )
+        )
+    return _svg(
+        4 + len(columns) * width + (len(columns) - 1) * gap,
+        4 + tall * (height + 10) - 10,
+        *lines,
+        *boxes,
+        kind="lineage",
+    )
+
+
+def _node(node: Mapping[str, Any], x: float, y: float, width: float, height: float) -> Markup:
+    return Markup(
+        '<rect class="node{}" x="{:g}" y="{:g}" width="{:g}" height="{:g}" rx="3"/>'
+        '<text x="{:g}" y="{:g}">{}</text><text class="faint" x="{:g}" y="{:g}">{}</text>'
+    ).format(
+        " here" if node["distance"] == 0 else "",
+        *(x, y, width, height, x + 6, y + 14, shorten(clean(node["name"]), 26)),
+        *(x + 6, y + 28, shorten(node["state"] or "not in the catalog", 26)),
+    )
+
+
+def grid(picture: Mapping[str, Any]) -> Markup:
+    """The chunks of a tensor, with the boxes of a layout's ranks over them."""
+    rows, columns = picture["rows"], picture["columns"]
+    width, height = 640.0, min(420.0, max(40.0, 640.0 * rows / max(1, columns)))
+    if columns < rows / 4:
+        width = 200.0
+    fx, fy = width / max(1, columns), height / max(1, rows)
+    rect = Markup('<rect class="{}" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}"/>').format
+    cells = [
+        rect("cell", c["column"] * fx, c["row"] * fy, c["columns"] * fx, c["rows"] * fy)
+        for c in picture["chunks"]
+    ]
+    pieces = [
+        rect(
+            f"piece r{p['rank'] % _COLOURS}",
+            *(p["column"] * fx, p["row"] * fy, p["columns"] * fx, p["rows"] * fy),
+        )
+        for p in picture["pieces"]
+    ]
+    label = f"{count(rows)} rows and {count(columns)} columns in {count(len(cells))} chunks"
+    if pieces:
+        label += (
+            f", over them the boxes of {count(len({p['rank'] for p in picture['pieces']}))} ranks"
+        )
+    return _svg(width, height, *cells, *pieces, label=label)

@@ -1,0 +1,232 @@
+"""The pages of checkpoints, each with a twin in JSON: a page shows nothing that its twin does not say.
+
+The twin of `/ui/checkpoint/REF` is `/ui/checkpoint.json/REF`: the ending is at the name of the page,
+since references and names of tensors may end in anything.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from ucformat._version import __version__
+from ucformat.schema.values import dumps
+from ucformat.texts import bytes_text, clean, count, shape_text, shorten
+from ucformat.web import drawing
+from ucformat.web.access import access_of
+from ucformat.web.blocking import in_thread
+from ucformat.web.library import quoted
+from ucformat.web.listing import PAGE, completions, list_data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from starlette.requests import Request
+
+    from ucformat.errors import UcformatError
+    from ucformat.web.library import Access, Library
+
+    Data = dict[str, Any]
+
+#: No script but ours, no style but ours, and nothing of other places.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_STATIC = {
+    "page.css": "text/css; charset=utf-8",
+    "htmx.min.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+_LONGEST = 200  # characters of a run's name in a link; a longer one is named by a checkpoint
+
+
+def page_routes(library: Library) -> list[Route]:
+    """The routes of the pages."""
+    pages = _Pages(library)
+    return [
+        Route("/", _home),
+        Route("/ui", _home),
+        Route("/ui/static/{name}", _static),
+        *_both("list", pages.list, "/ui/"),
+        *_both("complete", pages.complete),
+    ]
+
+
+def _both(
+    name: str, page: Callable[[Request], Any], place: str = "", below: str = ""
+) -> list[Route]:
+    """The routes of a page and of its twin."""
+    return [
+        Route(place or f"/ui/{name}{below}", page),
+        Route(f"/ui/{name}.json{below}", page),
+    ]
+
+
+async def _home(_: Request) -> Response:
+    return RedirectResponse("/ui/")
+
+
+async def _static(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in _STATIC:
+        return Response("there is no such file", 404, media_type="text/plain")
+    headers = {"cache-control": "max-age=86400", "x-content-type-options": "nosniff"}
+    return Response(_content(name), headers=headers, media_type=_STATIC[name])
+
+
+@cache
+def _content(name: str) -> bytes:
+    return files("ucformat.web").joinpath("static", name).read_bytes()
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("ucformat.web"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": bytes_text,
+        "count": count,
+        "shape": shape_text,
+        "clean": clean,
+        "shorten": lambda text, width: shorten(clean(text), width),
+    }
+    drawings = ("sparkline", "plot", "bars", "neighbourhood", "grid")
+    environment.globals |= {name: getattr(drawing, name) for name in drawings}
+    environment.globals |= {"link": link, "run_link": run_link, "version": quote(__version__)}
+    return environment
+
+
+def link(page: str, ref: str, name: str | None = None, **query: Any) -> str:
+    """The address of a page.
+
+    A browser takes the segments `.` and `..` of a path for folders, even if they are encoded, so
+    names that have them are in the query.
+    """
+    asked = {key: value for key, value in query.items() if value not in (None, "")}
+    parts = [ref] if name is None else [ref, name]
+    if any(part.strip(".") == "" for part in parts):
+        asked |= {"ref": ref} if name is None else {"ref": ref, "name": name}
+        path = f"/ui/{page}/"
+    else:
+        path = f"/ui/{page}/" + "/".join(quote(part, safe="@:") for part in parts)
+    return f"{path}?{urlencode(asked)}" if asked else path
+
+
+def run_link(row: Mapping[str, Any]) -> str:
+    """The address of the page of a checkpoint's run."""
+    name = row["run"]
+    return link("run", name) if len(name) <= _LONGEST else f"/ui/run/?checkpoint={row['id']}"
+
+
+class _Pages:
+    """Answers the requests of the pages."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+
+    async def list(self, request: Request) -> Response:
+        """The checkpoints that match a filter."""
+        asked = dict(request.query_params)
+
+        def data(access: Access) -> Data:
+            return list_data(self.library, access, asked)
+
+        def context(data: Data) -> Data:
+            kept = {k: v for k, v in {"where": data["where"], **data["asked"]}.items() if v}
+            address = partial(_address, "/ui/", kept)
+            offset, more = data["offset"], data["more"]
+            return {
+                "narrowed": lambda name, value: address(
+                    where=_and(data["where"], f"{name} = {quoted(value)}")
+                ),
+                "previous": address(offset=max(0, offset - PAGE) or "") if offset else "",
+                "next": address(offset=offset + PAGE) if more else "",
+                "drawn": set(),
+            }
+
+        return await _answer(request, "list.html", data, context)
+
+    async def complete(self, request: Request) -> Response:
+        """Filters that continue one."""
+        text = request.query_params.get("where", "")
+
+        def data(access: Access) -> Data:
+            return {"where": text, "offers": completions(self.library, access, text)}
+
+        return await _answer(request, "complete.html", data)
+
+
+def _address(path: str, kept: Mapping[str, Any], **changed: Any) -> str:
+    query = {key: value for key, value in {**kept, **changed}.items() if value != ""}
+    return f"{path}?{urlencode(query)}" if query else path
+
+
+def _and(where: str, condition: str) -> str:
+    """A filter that is narrowed by a condition."""
+    if not where or where == condition:
+        return condition
+    return f"({where}) and {condition}" if " or " in where.lower() else f"{where} and {condition}"
+
+
+async def _answer(
+    request: Request,
+    template: str,
+    data: Callable[[Access], Data],
+    context: Callable[[Data], Data] = lambda _: {},
+) -> Response:
+    """Answer with a page, or with its twin."""
+    page, _, _ = request.url.path.removeprefix("/ui/").partition("/")
+    access = access_of(request)
+    if page.endswith(".json"):
+        found = await in_thread(data, access)  # an error is answered as those of all JSON
+        status = 400 if found.get("error") else 200
+        return Response(dumps(found), status, _HEADERS, "application/json")
+    query = f"?{request.url.query}" if request.url.query else ""
+    raw = (request.scope.get("raw_path") or b"").partition(b"?")[0].decode("latin-1")
+    _, _, below = raw.removeprefix("/ui/").partition("/")
+    twin = f"/ui/{page or 'list'}.json{'/' + below if below else ''}{query}"
+
+    request.scope["state"]["is_page"] = True
+
+    def render() -> Response:
+        found = data(access)  # with an error it is the form that shows it
+        return _page(template, {**found, **context(found), "twin": twin}, 200)
+
+    return await in_thread(render)
+
+
+def error_page(request: Request, error: UcformatError, status: int) -> Response | None:
+    """The answer to a request for a page that failed; None if it was for something else."""
+    if not request.scope.get("state", {}).get("is_page"):
+        return None
+    shown = {"message": error.message, "hint": error.hint}
+    return _page("error.html", {"error": shown, "status": status, "twin": ""}, status)
+
+
+def _page(template: str, values: Data, status: int) -> Response:
+    return HTMLResponse(_environment().get_template(template).render(values), status, _HEADERS)
+
+
+def raw_names(request: Request) -> list[str]:
+    """The names below a page's own, in which a slash of a name is told from one between names."""
+    raw = (request.scope.get("raw_path") or request.url.path.encode()).partition(b"?")[0]
+    _, _, below = raw.decode("latin-1").removeprefix("/ui/").partition("/")
+    return [unquote(part) for part in below.split("/")]
