@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 
 #: Elements without an end.
 _VOID = {"meta", "link", "input", "br", "hr", "img"}
-_SVG_VOID = {"path", "rect", "circle"}
 
 
 @dataclass
@@ -42,7 +41,7 @@ class Page(HTMLParser):
             self.rows[-1].append("")
         if tag == "a":
             self.links.append((str(values["href"]), ""))
-        if tag not in _VOID | _SVG_VOID:
+        if tag not in _VOID:
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

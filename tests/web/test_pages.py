@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
+import shutil
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
+import numpy as np
 import pytest
 
+import ucformat
 from tests.catalog.acts import put
 from tests.catalog.test_plans import check, executed
+from tests.exporters.sources import opened
 from tests.web.markup import Page, parse
 from tests.web.serving import Client, serving
 from tests.web.test_access import bearer, token
 from ucformat.catalog.catalog import Catalog
+from ucformat.settings import using
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,7 +175,10 @@ def test_a_token_sees_its_part(catalog: Catalog) -> None:
             assert ask("/ui/", Authorization=wrong).status == 401
 
 
-def test_no_page_reads_a_table(tmp_path: Path, catalog: Catalog) -> None:
+def test_no_page_reads_a_table(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    # of which there are fewer here than are counted elsewhere
+    monkeypatch.setattr("ucformat.web.listing._COUNTED", 20)
+    monkeypatch.setattr("ucformat.web.listing._SAMPLED", 20)
     with serving(catalog) as ask:
         ask("/ui/")
         with executed() as seen:
@@ -182,10 +189,140 @@ def test_no_page_reads_a_table(tmp_path: Path, catalog: Catalog) -> None:
     check(catalog, seen)
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
+    """Checkpoints with files: two steps of a run, an increment, and one whose files are gone."""
+    folder = tmp_path_factory.mktemp("stored")
+    url = f"sqlite:///{folder}/c.db"
+    with using(catalog=url), closing(Catalog(url)) as catalog:
+        for step in (1, 2, 3):
+            arrays = {
+                (f"model.layers.{n}.w", state): np.full((8, 4), n * step, "f4")
+                for n in range(3)
+                for state in ("weight", "exp_avg")
+            }
+            arrays[HOSTILE + "/..", "weight"] = np.zeros(3, "i8")
+            arrays["..", "weight"] = np.zeros((), "f4")
+            ucformat.convert(
+                opened(arrays), folder / str(step), run="run7", step=step, chunk_bytes=32
+            )
+            catalog.metric(f"run7@{step}", {"loss": float("inf") if step == 2 else 1 / step})
+        ucformat.convert(
+            str(folder / "2"), folder / "4", base=str(folder / "2"), run="other", step=4
+        )
+        catalog.alias(f"run7/{HOSTILE}", "run7@2")
+        catalog.note("run7@2", HOSTILE)
+        catalog.hold("run7@2", MARKS)
+        catalog.link("run7@2", "run7@1", "resume")
+        shutil.rmtree(folder / "3")
+        yield catalog
+
+
+def test_a_checkpoint_shows_what_its_twin_says(stored: Catalog) -> None:
+    entry = stored.get("run7@2")
+    with serving(stored) as ask:
+        page, data = both(ask, f"/ui/checkpoint/{entry.id}", f"/ui/checkpoint.json/{entry.id}")
+        assert data["entry"]["metrics"] == {"loss": {"$float": "inf"}}
+        for text in (entry.id, f"run7/{HOSTILE}", HOSTILE, "evil\\u202egnp.exe", entry.url):
+            assert str(text) in page.text
+        assert "\u202e" not in page.text
+        [needed] = [text for text in data["protections"] if text.startswith("needed by")]
+        assert stored.get("other@4").id[:8] in needed
+        for text in data["protections"]:
+            assert text.replace("\u202e", "\\u202e") in page.text
+        assert {n["name"] for n in data["lineage"]["nodes"]} >= {"run7@1", "run7@2", "other@4"}
+        assert {s["state"]: s["tensors"] for s in data["states"]} == {"weight": 5, "exp_avg": 3}
+        assert data["parameters"] == 3 * 32 + 3 + 1
+        assert data["storage"]["bytes"] == sum(f["bytes"] for f in data["storage"]["files"])
+        files = [row[0] for row in page.rows if row and row[0].endswith("manifest.json")]
+        assert len(files) == 1
+        assert {"verify", "note"} & {e["action"] for e in data["events"]}
+        for ref in ("run7@2", quote(f"alias:run7/{HOSTILE}", safe=""), entry.id[:9]):
+            assert json.loads(ask(f"/ui/checkpoint.json/{ref}").body)["ref"] == entry.id
+
+
+def test_the_tree_opens_branch_by_branch(stored: Catalog) -> None:
+    ref = stored.get("run7@2").id
+    with serving(stored) as ask:
+        top = json.loads(ask(f"/ui/checkpoint.json/{ref}").body)["tree"]["nodes"]
+        assert [(n["label"], n["tensors"]) for n in top if n["prefix"] == "model."] == [
+            ("model", 6)
+        ]
+        _, data = both(
+            ask, f"/ui/tree/{ref}?prefix=model.layers.", f"/ui/tree.json/{ref}?prefix=model.layers."
+        )
+        assert [n["bytes"] for n in data["tree"]["nodes"]] == [256] * 3
+        part = ask(f"/ui/tree/{ref}?prefix=model.layers.0.", HX_Request="true")
+        assert b"<html" not in part.body
+        assert b"8 x 4" in part.body
+        assert ask(f"/ui/tree/{ref}?prefix=none.").status == 404
+
+
+def test_what_is_gone_is_told(stored: Catalog) -> None:
+    with serving(stored) as ask:
+        page, data = both(ask, "/ui/checkpoint/run7@3", "/ui/checkpoint.json/run7@3")
+        assert data["problem"]["message"] in page.text
+        assert data["states"][0]["tensors"]  # as the catalog has them
+        for path in ("checkpoint/run7@9", "checkpoint/%2Fetc", "run/none", "checkpoint/", "run/"):
+            answer = ask(f"/ui/{path}")
+            assert answer.status in (400, 404)
+            assert "alert" in {v.get("role") for _, v in parse(answer.body).elements}
+            name, _, rest = path.partition("/")
+            twin = ask(f"/ui/{name}.json/{rest}")
+            assert (twin.status, "error" in json.loads(twin.body)) == (answer.status, True)
+
+
+def test_a_run_and_a_comparison(stored: Catalog) -> None:
+    a, b = stored.get("run7@1").id, stored.get("run7@2").id
+    with serving(stored) as ask:
+        page, data = both(ask, "/ui/run/run7", "/ui/run.json/run7")
+        assert data["metrics"]["loss"] == [[1, 1.0], [2, {"$float": "inf"}], [3, 1 / 3]]
+        assert [row[1] for row in page.rows[1:]] == ["run7@3", "run7@2", "run7@1"]
+        page, data = both(ask, f"/ui/compare?of={a}&of={b}", f"/ui/compare.json?of={a}&of={b}")
+        assert (data["a"]["name"], data["b"]["name"]) == ("run7@1", "run7@2")
+        assert data["metrics"] == [{"path": "loss", "a": 1.0, "b": {"$float": "inf"}}]
+        assert data["tensors"]["numbers"]["of other values"] == 4
+        for query in ("", "of=x", f"a={a}", f"of={a}&of={b}&of={a}", f"a={a}&b=none"):
+            assert ask(f"/ui/compare?{query}").status in (400, 404)
+
+
+def test_neighbours_that_may_not_be_seen_are_not_named(stored: Catalog) -> None:
+    ref, hidden = stored.get("run7@2").id, stored.get("other@4").id
+    with serving(stored, tokens=[token("t", "run = 'run7' and step > 1")]) as ask:
+        answer = ask(f"/ui/checkpoint.json/{ref}", **bearer("t"))
+        data = json.loads(answer.body)
+        assert [n["name"] for n in data["lineage"]["nodes"]] == ["run7@2"]
+        assert data["lineage"]["hidden"] >= 2
+        assert hidden[:8] not in answer.body.decode(), [
+            k for k, v in data.items() if hidden[:8] in json.dumps(v)
+        ]
+        assert "needed by others" in data["protections"]
+        assert [
+            s["step"] for s in json.loads(ask("/ui/run.json/run7", **bearer("t")).body)["steps"]
+        ] == [2, 3]
+        for path in (
+            f"checkpoint/{hidden}",
+            "run/other",
+            f"compare?a={ref}&b={hidden}",
+            f"tree/{hidden}",
+        ):
+            assert ask(f"/ui/{path}", **bearer("t")).status == 404
+
+
+def test_a_given_place_and_names_as_of_folders(tmp_path: Path) -> None:
+    ck = ucformat.convert(opened({("..", "weight"): np.zeros(3, "f4")}), tmp_path / "u")
+    with serving(places={"..": ck, "ui": ck}) as ask:
+        page, data = both(ask, "/ui/", "/ui/list.json")
+        assert data["places"] == ["..", "ui"]
+        for address in (a for a, text in page.links if text in data["places"]):
+            assert "/ui/checkpoint/" in address
+            assert ask(address).status == 200
+        assert ask("/ui/resolve/main/model.safetensors").status == 200  # that repository, still
+
+
 def test_what_is_vendored() -> None:
     with serving() as ask:
         for name in ("page.css", "htmx.min.js", "icon.svg"):
             assert ask(f"/ui/static/{name}").status == 200
         for name in ("..%2fpages.py", "htmx.LICENSE", "%2e%2e/app.py"):
             assert ask(f"/ui/static/{name}").status == 404
-        assert math.isclose(ask("/ui/").status, 200)

@@ -125,7 +125,7 @@ def neighbourhood(graph: Mapping[str, Any]) -> Markup:
     columns: dict[int, list[Mapping[str, Any]]] = {}
     for node in graph["nodes"]:
         columns.setdefault(node["distance"], []).append(node)
-    width, gap, height = 170, 60, 34
+    width, gap, height = 170, 80, 34
     first = min(columns)
     tall = max(map(len, columns.values()))
     places: dict[str, tuple[float, float]] = {}
@@ -170,7 +170,7 @@ def _node(node: Mapping[str, Any], x: float, y: float, width: float, height: flo
         '<text x="{:g}" y="{:g}">{}</text><text class="faint" x="{:g}" y="{:g}">{}</text>'
     ).format(
         " here" if node["distance"] == 0 else "",
-        *(x, y, width, height, x + 6, y + 14, shorten(clean(node["name"]), 26)),
+        *(x, y, width, height, x + 6, y + 14, shorten(clean(node["name"]), 23)),
         *(x + 6, y + 28, shorten(node["state"] or "not in the catalog", 26)),
     )
 

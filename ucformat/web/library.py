@@ -204,7 +204,7 @@ class Library:
             try:
                 self.catalog.check_filter(where)
             except UsageError as error:
-                if self._runs or access.scope:
+                if self.is_limited(access):
                     parse(where)
                     raise UsageError(error.message) from None
                 raise
@@ -241,6 +241,10 @@ class Library:
     def _has_place(self, name: str, access: Access) -> bool:
         """Whether a client may see a place of this name: it is in no catalog, so no filter admits it."""
         return name in self.places and not access.scope
+
+    def is_limited(self, access: Access) -> bool:
+        """Whether there may be checkpoints in the catalog that a client may not see."""
+        return bool(access.scope or self._runs)
 
     def visible_places(self, access: Access) -> list[str]:
         """The names of the places that a client may see."""

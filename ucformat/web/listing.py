@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Rows of a page.
 PAGE = 50
 _MOST_OFFSET = 1_000_000
-_COUNTED = 1000  # the newest, among which values are counted
+_COUNTED = 200  # the newest, among which values are counted
 _SAMPLED = 100  # the newest, whose metrics and configurations are offered
 _OFFERED = 40
 #: Metrics that are drawn beside a run, if it has one of them.

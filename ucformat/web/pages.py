@@ -6,6 +6,8 @@ since references and names of tensors may end in anything.
 
 from __future__ import annotations
 
+import json
+import math
 from functools import cache, partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -16,11 +18,13 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from ucformat._version import __version__
-from ucformat.schema.values import dumps
+from ucformat.schema.values import dumps, finite
 from ucformat.texts import bytes_text, clean, count, shape_text, shorten
 from ucformat.web import drawing
 from ucformat.web.access import access_of
 from ucformat.web.blocking import in_thread
+from ucformat.web.comparing import compare_data, run_data, run_of
+from ucformat.web.contents import checkpoint_data, tree_data
 from ucformat.web.library import quoted
 from ucformat.web.listing import PAGE, completions, list_data
 
@@ -62,6 +66,10 @@ def page_routes(library: Library) -> list[Route]:
         Route("/ui/static/{name}", _static),
         *_both("list", pages.list, "/ui/"),
         *_both("complete", pages.complete),
+        *_both("checkpoint", pages.checkpoint, below="/{rest:path}"),
+        *_both("tree", pages.tree, below="/{rest:path}"),
+        *_both("run", pages.run, below="/{rest:path}"),
+        *_both("compare", pages.compare),
     ]
 
 
@@ -103,6 +111,10 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "bytes": bytes_text,
+        "day": _day,
+        "lines": lambda text, most: shorten(clean(text), most),
+        "numbers": lambda points: any(math.isfinite(y) for _, y in points),
+        "tojson_text": _json_text,
         "count": count,
         "shape": shape_text,
         "clean": clean,
@@ -112,6 +124,16 @@ def _environment() -> Environment:
     environment.globals |= {name: getattr(drawing, name) for name in drawings}
     environment.globals |= {"link": link, "run_link": run_link, "version": quote(__version__)}
     return environment
+
+
+def _day(at: str) -> str:
+    """A time of the JSON, to the minute."""
+    return f"{at[:10]} {at[11:16]}Z"
+
+
+def _json_text(value: Any, indent: int | None = None) -> str:
+    """JSON that is shown as text: characters of other scripts are themselves."""
+    return json.dumps(finite(value), indent=indent, ensure_ascii=False)
 
 
 def link(page: str, ref: str, name: str | None = None, **query: Any) -> str:
@@ -172,6 +194,56 @@ class _Pages:
             return {"where": text, "offers": completions(self.library, access, text)}
 
         return await _answer(request, "complete.html", data)
+
+    async def checkpoint(self, request: Request) -> Response:
+        """One checkpoint."""
+        ref = _named(request, "ref")
+        return await _answer(
+            request, "checkpoint.html", lambda access: checkpoint_data(self.library, access, ref)
+        )
+
+    async def tree(self, request: Request) -> Response:
+        """A part of the tree of a checkpoint's parameters."""
+        ref, prefix = _named(request, "ref"), request.query_params.get("prefix", "")
+        is_part = request.headers.get("hx-request") == "true"
+        return await _answer(
+            request,
+            "_tree.html" if is_part else "tree.html",
+            lambda access: tree_data(self.library, access, ref, prefix),
+        )
+
+    async def run(self, request: Request) -> Response:
+        """One run."""
+        name, checkpoint = _named(request, "ref"), request.query_params.get("checkpoint")
+
+        def data(access: Access) -> Data:
+            run = name if checkpoint is None else run_of(self.library, access, checkpoint)
+            return run_data(self.library, access, run)
+
+        def context(data: Data) -> Data:
+            return {"all": _address("/ui/", {"where": f"run = {quoted(data['name'])}"})}
+
+        return await _answer(request, "run.html", data, context)
+
+    async def compare(self, request: Request) -> Response:
+        """Two checkpoints beside each other."""
+        query = request.query_params
+        refs = [query[side] for side in ("a", "b") if side in query] or query.getlist("of")
+
+        def context(_: Data) -> Data:
+            return {"link_compare": lambda a, b: _address("/ui/compare", {"a": a, "b": b})}
+
+        return await _answer(
+            request,
+            "compare.html",
+            lambda access: compare_data(self.library, access, refs),
+            context,
+        )
+
+
+def _named(request: Request, parameter: str) -> str:
+    """What a page is about: all of the path below its name, or a parameter of the query."""
+    return request.query_params.get(parameter) or "/".join(raw_names(request))
 
 
 def _address(path: str, kept: Mapping[str, Any], **changed: Any) -> str:

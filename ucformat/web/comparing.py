@@ -1,0 +1,136 @@
+"""What the pages of a run, and of two checkpoints beside each other, show."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucformat.catalog.as_json import instant
+from ucformat.catalog.diff import MISSING
+from ucformat.errors import NotFound, UsageError
+from ucformat.web.library import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ucformat.catalog.content import ListedTensor
+    from ucformat.catalog.diff import Changed
+    from ucformat.catalog.entries import Entry
+    from ucformat.web.library import Access, Library
+
+_STEPS = 500  # the newest of a run
+_PLOTS = 24  # metrics that are drawn
+_TENSORS = 200  # that are listed of each kind of difference
+_VALUES = 300
+
+
+def run_data(library: Library, access: Access, name: str) -> dict[str, Any]:
+    """The data of the page of a run."""
+    entries = library.entries(access, f"run = {quoted(name)}", limit=_STEPS + 1)
+    if not entries:
+        raise NotFound(f"there is no run {name!r}")
+    more = len(entries) > _STEPS
+    shown = sorted(entries[:_STEPS], key=lambda e: (-1 if e.step is None else e.step, e.created))
+    metrics: dict[str, list[list[float]]] = {}
+    for entry in shown:
+        for metric, value in entry.metrics.items() if entry.step is not None else ():
+            metrics.setdefault(metric, []).append([entry.step, value])
+    names = sorted(metrics, key=lambda metric: (-len(metrics[metric]), metric))
+    return {
+        "name": name,
+        "more": more,
+        "steps": [
+            {
+                "id": e.id,
+                "name": e.name,
+                "step": e.step,
+                "created": instant(e.created),
+                "bytes": e.nbytes,
+                "tensors": e.tensors,
+                "tags": list(e.tags),
+                "aliases": list(e.aliases),
+            }
+            for e in shown
+        ],
+        "metrics": {metric: metrics[metric] for metric in names[:_PLOTS]},
+        "undrawn": names[_PLOTS:],
+        "bytes": sum(e.nbytes for e in shown),
+    }
+
+
+def run_of(library: Library, access: Access, checkpoint: str) -> str:
+    """The run of a checkpoint, for names that are too long for an address."""
+    entry = library.entry(checkpoint, access)
+    if entry.run is None:
+        raise NotFound(f"{entry.name} is of no run")
+    return entry.run
+
+
+def compare_data(library: Library, access: Access, refs: Sequence[str]) -> dict[str, Any]:
+    """The data of the page of two checkpoints.
+
+    Raises:
+        UsageError: there are not two.
+    """
+    if len(refs) != 2:
+        raise UsageError(
+            f"two checkpoints are compared, not {len(refs)}", hint="select two in the list"
+        )
+    a, b = (library.entry(ref, access) for ref in refs)
+    assert library.catalog is not None  # noqa: S101 - it has both
+    diff = library.catalog.diff(a.id, b.id)
+    changed = [c for c in diff.tensors.changed if c.aspects != ("digest",)]
+    return {
+        "a": _side(diff.a),
+        "b": _side(diff.b),
+        "equal": diff.equal,
+        **{
+            part: [_change(c) for c in getattr(diff, part)[:_VALUES]]
+            for part in ("config", "topology", "producer", "metrics")
+        },
+        "others": {
+            part: max(0, len(getattr(diff, part)) - _VALUES)
+            for part in ("config", "topology", "producer", "metrics")
+        },
+        "tensors": {
+            "added": [_tensor(t) for t in diff.tensors.added[:_TENSORS]],
+            "removed": [_tensor(t) for t in diff.tensors.removed[:_TENSORS]],
+            "changed": [
+                {
+                    "name": c.name,
+                    "state": c.state,
+                    "aspects": list(c.aspects),
+                    "a": _tensor(c.a),
+                    "b": _tensor(c.b),
+                }
+                for c in changed[:_TENSORS]
+            ],
+            "numbers": {
+                "added": len(diff.tensors.added),
+                "removed": len(diff.tensors.removed),
+                "of other shape or dtype": len(changed),
+                "of other values": len(diff.tensors.changed) - len(changed),
+                "the same": diff.tensors.same,
+                "without digests to compare": diff.tensors.unknown,
+            },
+        },
+    }
+
+
+def _side(entry: Entry) -> dict[str, Any]:
+    return {"id": entry.id, "name": entry.name, "step": entry.step, "run": entry.run}
+
+
+def _change(change: Changed) -> dict[str, Any]:
+    """A difference; a side without the value lacks it."""
+    sides = {"a": change.a, "b": change.b}
+    return {"path": change.path} | {k: v for k, v in sides.items() if v is not MISSING}
+
+
+def _tensor(tensor: ListedTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "state": tensor.state,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "bytes": tensor.nbytes,
+    }

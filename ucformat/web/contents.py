@@ -1,0 +1,256 @@
+"""What the pages of one checkpoint show: its origin, its parameters, its files, and its neighbours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucformat.catalog import find_dependents
+from ucformat.catalog.as_json import data_of, entry_data
+from ucformat.errors import NotFound, UcformatError
+from ucformat.geometry.tensor import TensorInfo
+from ucformat.web.library import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.entries import Entry
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.web.library import Access, Library
+
+_FILES = 100  # of the largest, that are listed
+_NODES = 24  # of a neighbourhood
+_BRANCHES = 200  # nodes of a tree that are shown together
+_EVENTS = 30
+_NEEDED = "needed by "
+
+
+class Opened:
+    """A checkpoint that a page is about.
+
+    Attributes:
+        entry: what the catalog has of it; None of a given place.
+        checkpoint: the opened one; None if it cannot be opened.
+        problem: why it cannot.
+    """
+
+    def __init__(self, library: Library, access: Access, ref: str) -> None:
+        self.library, self.access = library, access
+        self.entry: Entry | None = None
+        self.checkpoint: Checkpoint | None = None
+        self.problem: dict[str, Any] | None = None
+        if ref in library.visible_places(access):
+            self.checkpoint = library.reference(ref, access).checkpoint
+            return
+        self.entry = library.entry(ref, access)
+        try:
+            self.checkpoint = library.open(self.entry).checkpoint
+        except UcformatError as error:
+            self.problem = {"message": error.message, "hint": error.hint}
+
+    def infos(self) -> Sequence[TensorInfo]:
+        """Its tensors; of one that cannot be opened, as the catalog has them."""
+        if self.checkpoint is not None:
+            return list(self.checkpoint.tensors.values())
+        assert self.entry is not None  # noqa: S101 - else it was opened
+        assert self.library.catalog is not None  # noqa: S101 - it has the entry
+        listed = self.library.catalog.tensors(self.entry.id)
+        return [TensorInfo(t.name, t.state, t.dtype, t.shape) for t in listed]
+
+
+def checkpoint_data(library: Library, access: Access, ref: str) -> dict[str, Any]:
+    """The data of the page of a checkpoint."""
+    opened = Opened(library, access, ref)
+    entry, ck = opened.entry, opened.checkpoint
+    infos = opened.infos()
+    catalog = library.catalog if entry is not None else None
+    return {
+        "ref": ref if entry is None else entry.id,
+        "name": ref if entry is None else entry.name,
+        "entry": None if entry is None else entry_data(entry),
+        "problem": opened.problem,
+        "origin": None if ck is None else _origin(ck),
+        "states": _states(infos),
+        "parameters": _parameters(infos),
+        "tree": branches(infos, ""),
+        "storage": None if ck is None or library.is_limited(access) else _storage(ck),
+        "events": [] if catalog is None or library.is_limited(access) else _events(catalog, entry),
+        "lineage": None if catalog is None else _lineage(library, access, entry),
+        "protections": [] if catalog is None else _protections(library, access, entry),
+    }
+
+
+def tree_data(library: Library, access: Access, ref: str, prefix: str) -> dict[str, Any]:
+    """The data of a part of the tree of parameters."""
+    opened = Opened(library, access, ref)
+    shown = ref if opened.entry is None else opened.entry.id
+    name = ref if opened.entry is None else opened.entry.name
+    tree = branches(opened.infos(), prefix)
+    if not tree["nodes"]:
+        raise NotFound(f"{name} has no parameter below {prefix!r}")
+    return {"ref": shown, "name": name, "tree": tree}
+
+
+def _origin(ck: Checkpoint) -> dict[str, Any]:
+    """What wrote it, and in which layout."""
+    metadata = ck.metadata
+    return {
+        "kind": ck.kind,
+        "url": ck.url,
+        "step": metadata.step,
+        "engine": dict(metadata.engine),
+        "layout": dict(metadata.layout),
+        "tied": dict(ck.aliases),
+        "unreadable": [
+            {"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()
+        ],
+        "objects": list(ck.objects),
+        "assets": list(ck.assets),
+    }
+
+
+def _states(infos: Iterable[TensorInfo]) -> list[dict[str, Any]]:
+    states: dict[str, dict[str, Any]] = {}
+    for info in infos:
+        empty = {"state": info.state, "dtypes": [], "tensors": 0, "elements": 0, "bytes": 0}
+        state = states.setdefault(info.state, empty)
+        _add(state, info)
+    return list(states.values())
+
+
+def _add(amounts: dict[str, Any], info: TensorInfo) -> None:
+    amounts["tensors"] += 1
+    amounts["elements"] += info.size
+    amounts["bytes"] += info.nbytes
+    if info.dtype not in amounts["dtypes"]:
+        amounts["dtypes"].append(info.dtype)
+
+
+def _parameters(infos: Iterable[TensorInfo]) -> int:
+    """Elements of the model, whose weights or master weights are stored."""
+    sizes: dict[str, int] = {}
+    for info in infos:
+        if info.state == "weight" or (info.state == "master" and info.name not in sizes):
+            sizes[info.name] = info.size
+    return sum(sizes.values())
+
+
+def branches(infos: Iterable[TensorInfo], prefix: str) -> dict[str, Any]:
+    """The nodes of the tree of names below a prefix, such as `model.layers.`.
+
+    A node is a tensor, with its states, or stands for all that begin with `prefix`.
+    """
+    nodes: dict[tuple[str, bool], dict[str, Any]] = {}
+    for info in infos:
+        if not info.name.startswith(prefix):
+            continue
+        label, dot, _ = info.name[len(prefix) :].partition(".")
+        node = nodes.get((label, bool(dot)))
+        if node is None:
+            node = {
+                "label": label,
+                "prefix": f"{prefix}{label}." if dot else None,
+                "dtypes": [],
+                "tensors": 0,
+                "elements": 0,
+                "bytes": 0,
+                "stored": [],
+            }
+            nodes[label, bool(dot)] = node
+        _add(node, info)
+        if not dot:
+            stored = {"state": info.state, "dtype": info.dtype, "shape": list(info.shape)}
+            node["name"] = info.name
+            node["stored"].append(stored | {"bytes": info.nbytes})
+    every = list(nodes.values())
+    return {
+        "prefix": prefix,
+        "nodes": every[:_BRANCHES],
+        "others": max(0, len(every) - _BRANCHES),
+    }
+
+
+def _storage(ck: Checkpoint) -> dict[str, Any]:
+    """The files that it consists of, the largest first; of what is in bases only these."""
+    try:
+        if ck.universal is None:
+            sizes = [(info.key, info.size) for info in ck.files()]
+        else:
+            sizes = [(info.key, info.size) for info in ck.universal.store.list()]
+    except UcformatError as error:
+        return {"problem": error.message, "files": [], "others": 0, "count": 0, "bytes": 0}
+    sizes.sort(key=lambda item: (-item[1], item[0]))
+    return {
+        "problem": None,
+        "files": [{"name": name, "bytes": nbytes} for name, nbytes in sizes[:_FILES]],
+        "others": max(0, len(sizes) - _FILES),
+        "count": len(sizes),
+        "bytes": sum(nbytes for _, nbytes in sizes),
+    }
+
+
+def _events(catalog: Catalog, entry: Entry | None) -> list[dict[str, Any]]:
+    assert entry is not None  # noqa: S101 - there is a catalog for it
+    events: list[dict[str, Any]] = data_of(tuple(catalog.events(entry.id, _EVENTS)))
+    return events
+
+
+def _lineage(library: Library, access: Access, entry: Entry | None) -> dict[str, Any]:
+    """The next ancestors and descendants; those that a client may not see are only counted."""
+    assert library.catalog is not None  # noqa: S101 - it has the entry
+    assert entry is not None  # noqa: S101 - there is a catalog for it
+    nodes: dict[str, dict[str, Any]] = {}
+    edges: list[dict[str, Any]] = []
+    for direction, sign, depth in (("up", -1, 2), ("down", 1, 1)):
+        graph = library.catalog.lineage(entry.id, direction, depth)  # type: ignore[arg-type]
+        for key, node in graph.nodes.items():
+            values = {"key": key, "id": node.id, "name": node.name, "state": node.state}
+            nodes.setdefault(key, values | {"distance": sign * node.distance})
+        edges += [
+            {
+                "child": edge.child,
+                "parent": edge.parent,
+                "kind": edge.kind,
+                "label": edge.label,
+                "depends": edge.depends,
+            }
+            for edge in graph.edges
+        ]
+    visible = _visible(library, access, nodes)
+    shown = dict(list(visible.items())[:_NODES])
+    return {
+        "nodes": list(shown.values()),
+        "edges": [e for e in edges if e["child"] in shown and e["parent"] in shown],
+        "hidden": len(nodes) - len(shown),
+    }
+
+
+def _visible(
+    library: Library, access: Access, nodes: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The nodes that a client may see."""
+    if not library.is_limited(access):
+        return dict(nodes)
+    ids = [node["id"] for node in list(nodes.values())[: 10 * _NODES] if node["id"] is not None]
+    among = f"id in ({', '.join(map(quoted, ids))})"
+    seen = {entry.id for entry in library.entries(access, among)}
+    return {key: node for key, node in nodes.items() if node["id"] in seen}
+
+
+def _protections(library: Library, access: Access, entry: Entry | None) -> list[str]:
+    """What keeps it from being deleted; others that need it are not named to whom may not see all."""
+    from ucformat.catalog.retention import needed_by
+
+    assert library.catalog is not None  # noqa: S101 - it has the entry
+    assert entry is not None  # noqa: S101 - there is a catalog for it
+    texts = [
+        text for url in entry.urls or ("",) for text in library.catalog.protections(entry.id, url)
+    ]
+    try:  # of increments, and of other catalogs' checkpoints, there are records beside the files
+        dependents = find_dependents({entry.id: entry.urls})
+        texts += needed_by(sorted(dependents.get(entry.id, ())))
+    except UcformatError as error:
+        texts.append(f"whether others need it is not known: {error.message}")
+    if library.is_limited(access):
+        texts = [f"{_NEEDED}others" if text.startswith(_NEEDED) else text for text in texts]
+    return list(dict.fromkeys(texts))
