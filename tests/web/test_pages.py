@@ -6,7 +6,7 @@ import json
 import shutil
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, unquote, urlencode
 
 import numpy as np
 import pytest
@@ -14,12 +14,15 @@ import pytest
 import ucformat
 from tests.catalog.acts import put
 from tests.catalog.test_plans import check, executed
-from tests.exporters.sources import opened
+from tests.exporters.sources import Arrays, opened
 from tests.web.markup import Page, parse
 from tests.web.serving import Client, serving
 from tests.web.test_access import bearer, token
 from ucformat.catalog.catalog import Catalog
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import TensorInfo
 from ucformat.settings import using
+from ucformat.web.sampling import _sampled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +53,7 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
         yield catalog
 
 
-def both(ask: Client, page: str, twin: str, **headers: str) -> tuple[Page, Any]:
+def both(ask: Client, page: str, twin: str, **headers: Any) -> tuple[Page, Any]:
     """A page and its twin."""
     shown, data = ask(page, **headers), ask(twin, **headers)
     assert (shown.status, data.status) == (200, 200), (shown.body, data.body)
@@ -196,7 +199,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
     url = f"sqlite:///{folder}/c.db"
     with using(catalog=url), closing(Catalog(url)) as catalog:
         for step in (1, 2, 3):
-            arrays = {
+            arrays: Arrays = {
                 (f"model.layers.{n}.w", state): np.full((8, 4), n * step, "f4")
                 for n in range(3)
                 for state in ("weight", "exp_avg")
@@ -256,6 +259,103 @@ def test_the_tree_opens_branch_by_branch(stored: Catalog) -> None:
         assert b"<html" not in part.body
         assert b"8 x 4" in part.body
         assert ask(f"/ui/tree/{ref}?prefix=none.").status == 404
+
+
+def test_a_tensor_is_drawn_and_sampled(stored: Catalog) -> None:
+    ref = stored.get("run7@2").id
+    with serving(stored) as ask:
+        name = f"{ref}/model.layers.2.w"
+        query = urlencode({"state": "exp_avg", "layout": "0:3"})
+        page, data = both(ask, f"/ui/tensor/{name}?{query}", f"/ui/tensor.json/{name}?{query}")
+        assert (data["state"], data["shape"], data["bytes"]) == ("exp_avg", [8, 4], 128)
+        assert [r["elements"] for r in data["ranks"]] == [12, 12, 8]
+        assert len(data["picture"]["chunks"]) == 4  # of 32 bytes
+        boxes = {(p["rank"], p["row"], p["rows"]) for p in data["picture"]["pieces"]}
+        assert boxes == {(0, 0, 3), (1, 3, 3), (2, 6, 2)}
+        assert [row[1] for row in page.rows[1:]] == ["[0:3, 0:4]", "[3:6, 0:4]", "[6:8, 0:4]"]
+        assert data["sample"]["elements"] == data["sample"]["of"] == 32
+        numbers = data["sample"]["numbers"]
+        assert (numbers["mean"], numbers["deviation"], numbers["zero"]) == (4.0, 0.0, 0)
+        colours = [
+            v["class"] for tag, v in page.elements if tag == "rect" and "piece" in v["class"]
+        ]
+        assert colours == ["piece r0", "piece r1", "piece r2"]
+        document = {
+            "version": 1,
+            "mesh": {"dp": 2, "tp": 2},
+            "rules": [{"match": "*", "place": [{"shard": 1, "over": "tp"}]}],
+        }
+        query = urlencode({"layout": json.dumps(document), "state": "weight"})
+        data = json.loads(ask(f"/ui/tensor.json/{name}?{query}").body)
+        assert [r["elements"] for r in data["ranks"]] == [16] * 4
+        assert {p["rank"] for p in data["picture"]["pieces"]} == {0, 1}  # 2 and 3 hold the same
+        wrong = (
+            "9:2",
+            "0:0",
+            "0:9999",
+            "x",
+            "[]",
+            "{}",
+            '{"version": 1, "mesh": {"a": 1}}',
+            "[" * 9000,
+        )
+        for layout in wrong:
+            query = urlencode({"layout": layout})
+            answer = ask(f"/ui/tensor.json/{name}?{query}")
+            assert answer.status == 400
+            error = json.loads(answer.body)["error"]
+            assert error["message"] in parse(ask(f"/ui/tensor/{name}?{query}").body).text
+        for path in (
+            f"{ref}/none",
+            f"{name}?state=none",
+            "run7@3/model.layers.2.w",
+            f"{ref}",
+            "x/y",
+        ):
+            assert ask(f"/ui/tensor/{path}").status == 404
+
+
+def test_tensors_of_hostile_names_have_pages(stored: Catalog) -> None:
+    ref = stored.get("run7@2").id
+    with serving(stored) as ask:
+        todo, seen = [f"/ui/checkpoint/{ref}"], set()
+        while todo:
+            page = parse(ask(todo.pop()).body)
+            for address, _ in page.links:
+                if address.startswith("/ui/tensor/"):
+                    seen.add(address)
+                elif address.startswith("/ui/tree/"):
+                    todo.append(address)
+        names = {json.loads(ask(a.replace("/tensor/", "/tensor.json/")).body)["name"] for a in seen}
+        assert names == {*(f"model.layers.{n}.w" for n in range(3)), f"{HOSTILE}/..", ".."}
+        for address in seen:  # nothing that a browser would take for a folder
+            assert not {".", ".."} & set(unquote(address.partition("?")[0]).split("/")[:5])
+
+
+@pytest.mark.parametrize("dtype", ["f4", "u1"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1 << 21,),
+        (3, 5, 1 << 19),
+        (1 << 20, 3),
+        (2, 1 << 12, 1 << 9),
+        (7, 1),
+        (),
+        (0, 4),
+        (70_000, 17, 2),
+    ],
+)
+def test_a_sample_is_small_and_spread(shape: tuple[int, ...], dtype: str) -> None:
+    info = TensorInfo("t", "weight", {"f4": "float32", "u1": "uint8"}[dtype], shape)
+    boxes = list(_sampled(info))
+    whole = Box.whole(shape)
+    size = sum(box.size for box in boxes)
+    assert size * info.itemsize <= 1 << 20
+    assert size == min(info.size, size)
+    assert info.nbytes <= 1 << 20 or (len(boxes) == 16 and size * info.itemsize > 1 << 18)
+    assert all(whole.contains(box) for box in boxes)
+    assert not any(a.intersect(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_what_is_gone_is_told(stored: Catalog) -> None:

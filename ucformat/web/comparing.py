@@ -32,8 +32,9 @@ def run_data(library: Library, access: Access, name: str) -> dict[str, Any]:
     shown = sorted(entries[:_STEPS], key=lambda e: (-1 if e.step is None else e.step, e.created))
     metrics: dict[str, list[list[float]]] = {}
     for entry in shown:
-        for metric, value in entry.metrics.items() if entry.step is not None else ():
-            metrics.setdefault(metric, []).append([entry.step, value])
+        if entry.step is not None:
+            for metric, value in entry.metrics.items():
+                metrics.setdefault(metric, []).append([entry.step, value])
     names = sorted(metrics, key=lambda metric: (-len(metrics[metric]), metric))
     return {
         "name": name,

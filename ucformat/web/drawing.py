@@ -125,7 +125,7 @@ def neighbourhood(graph: Mapping[str, Any]) -> Markup:
     columns: dict[int, list[Mapping[str, Any]]] = {}
     for node in graph["nodes"]:
         columns.setdefault(node["distance"], []).append(node)
-    width, gap, height = 170, 80, 34
+    width, gap, height = 170.0, 80.0, 34.0
     first = min(columns)
     tall = max(map(len, columns.values()))
     places: dict[str, tuple[float, float]] = {}
@@ -200,3 +200,33 @@ def grid(picture: Mapping[str, Any]) -> Markup:
             f", over them the boxes of {count(len({p['rank'] for p in picture['pieces']}))} ranks"
         )
     return _svg(width, height, *cells, *pieces, label=label)
+
+
+def swatch(rank: int) -> Markup:
+    """The colour of a rank."""
+    return Markup(
+        '<svg viewBox="0 0 10 10" width="10" height="10" class="swatch" aria-hidden="true">'
+        '<rect class="r{}" width="10" height="10"/></svg>'
+    ).format(rank % _COLOURS)
+
+
+def histogram(numbers: Mapping[str, Any]) -> Markup:
+    """How many of a sample's elements have which values."""
+    counts = numbers["histogram"]
+    width, height, most = 12, 90, max(counts)
+    rect = Markup('<rect class="bar" x="{:g}" y="{:.2f}" width="{:g}" height="{:.2f}"/>').format
+    text = Markup('<text class="faint" x="{:g}" y="{:g}" text-anchor="{}">{}</text>').format
+    low, high = f"{numbers['minimum']:.4g}", f"{numbers['maximum']:.4g}"
+    bars_ = [
+        rect(i * width, height - height * n / most, width - 1, height * n / most)
+        for i, n in enumerate(counts)
+    ]
+    total = len(counts) * width
+    return _svg(
+        total,
+        height + 18,
+        *bars_,
+        text(0, height + 14, "start", low),
+        text(total, height + 14, "end", high),
+        label=f"Histogram of the sample from {low} to {high}",
+    )

@@ -27,6 +27,7 @@ from ucformat.web.comparing import compare_data, run_data, run_of
 from ucformat.web.contents import checkpoint_data, tree_data
 from ucformat.web.library import quoted
 from ucformat.web.listing import PAGE, completions, list_data
+from ucformat.web.sampling import tensor_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -68,6 +69,7 @@ def page_routes(library: Library) -> list[Route]:
         *_both("complete", pages.complete),
         *_both("checkpoint", pages.checkpoint, below="/{rest:path}"),
         *_both("tree", pages.tree, below="/{rest:path}"),
+        *_both("tensor", pages.tensor, below="/{rest:path}"),
         *_both("run", pages.run, below="/{rest:path}"),
         *_both("compare", pages.compare),
     ]
@@ -120,7 +122,7 @@ def _environment() -> Environment:
         "clean": clean,
         "shorten": lambda text, width: shorten(clean(text), width),
     }
-    drawings = ("sparkline", "plot", "bars", "neighbourhood", "grid")
+    drawings = ("sparkline", "plot", "bars", "neighbourhood", "grid", "swatch", "histogram")
     environment.globals |= {name: getattr(drawing, name) for name in drawings}
     environment.globals |= {"link": link, "run_link": run_link, "version": quote(__version__)}
     return environment
@@ -210,6 +212,29 @@ class _Pages:
             request,
             "_tree.html" if is_part else "tree.html",
             lambda access: tree_data(self.library, access, ref, prefix),
+        )
+
+    async def tensor(self, request: Request) -> Response:
+        """One tensor."""
+        query = request.query_params
+        ref, name = query.get("ref"), query.get("name")
+        in_query = ref is not None and name is not None
+        if not in_query:
+            ref, *parts = raw_names(request)
+            name = "/".join(parts)
+        assert ref is not None  # noqa: S101 - from the path, if not from the query
+        assert name is not None  # noqa: S101
+        chosen = ref, name, query.get("state", ""), query.get("layout", "").strip()
+
+        def context(data: Data) -> Data:
+            named = {"ref": data["ref"], "name": data["name"]} if in_query else {}
+            return {"form": {**named, "state": data["state"]}}
+
+        return await _answer(
+            request,
+            "tensor.html",
+            lambda access: tensor_data(self.library, access, *chosen),
+            context,
         )
 
     async def run(self, request: Request) -> Response:
