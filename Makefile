@@ -13,6 +13,7 @@ MEGATRON := .engines/megatron/.installed
 CHECKPOINTING := .engines/torch_checkpointing/.installed
 AUTOMODEL := .engines/automodel/.installed
 ZARRITA := .engines/zarrita/.installed
+BROWSER := .engines/browser/.installed
 # Tests start thousands of processes, which would compile the package anew where Python may not write bytecode itself.
 COMPILE := $(BIN)/python -m compileall -q ucformat
 # The two environments are made side by side, and what is ready is checked meanwhile.
@@ -62,6 +63,11 @@ $(AUTOMODEL): tests/engines/install_automodel.sh $(STAMP)
 # 6 MB of npm, for which node must be there; also only on demand
 $(ZARRITA): tests/engines/install_zarrita.sh
 	bash tests/engines/install_zarrita.sh
+	touch $@
+
+# 3 MB of npm and 130 MB of Playwright, for which Chromium must be there; also only on demand
+$(BROWSER): tests/engines/install_browser.sh $(STAMP)
+	bash tests/engines/install_browser.sh
 	touch $@
 
 engines: $(ENGINE) $(ORBAX) $(MEGATRON) $(CHECKPOINTING)
