@@ -209,14 +209,13 @@ def _done(title: str, line: str) -> Step:
 
 def _served(line: str) -> Step:
     """Serve the catalog, and fetch a file of the run; where that is not installed, tell how."""
-    from importlib.util import find_spec
-
     from ucformat.settings import load_settings
 
-    if not all(find_spec(name) for name in ("starlette", "uvicorn")):
-        return Step(
-            "Serve all of them as a hub of models", f"pip install 'ucformat[web]' && {line}"
-        )
+    title = "Serve all of them as a hub of models"
+    try:
+        import ucformat.web.app  # noqa: F401 - whether all that it needs is installed
+    except ImportError:
+        return Step(title, f"pip install 'ucformat[web]' && {line}")
     environment = {**os.environ, "UCP_CATALOG": str(load_settings().catalog_url())}
     words = [sys.executable, "-m", "ucformat.cli", "serve", "--port", "0", "--quiet"]
     with _running(words, environment) as url:
@@ -224,7 +223,7 @@ def _served(line: str) -> Step:
         with urlopen(address, timeout=60) as answer:  # noqa: S310 - our own server
             size = len(answer.read())
     fetched = f"GET /{_RUN}/resolve/main/model.safetensors: {size:,} bytes, computed from the ranks' files\n"
-    return Step("Serve all of them as a hub of models, without a copy", line, fetched)
+    return Step(f"{title}, without a copy", line, fetched)
 
 
 @contextmanager
