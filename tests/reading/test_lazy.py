@@ -307,7 +307,7 @@ def test_tensors_of_pytorch(tmp_path: Path) -> None:
     }
     ucformat.torch.save({"model": state}, tmp_path / "a")
     with ucformat.open(tmp_path / "a") as opened:
-        assert opened._ipython_key_completions_() == list(state)
+        assert opened._ipython_key_completions_() == [*state, *((name, "weight") for name in state)]
         for name, wanted in state.items():
             tensor = opened[name]
             for found in (tensor.torch(), torch.as_tensor(tensor), torch.from_dlpack(tensor)):
