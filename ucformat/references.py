@@ -207,7 +207,7 @@ def open_place(
         if scheme in ("", "file")
         else str(place)
     )
-    ck.opened, ck.roots = (url, options or {}), roots
+    ck.opened, ck.roots = (getattr(ck.foreign, "place", url), options or {}), roots
     return ck
 
 

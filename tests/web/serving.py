@@ -15,7 +15,7 @@ from ucformat.web.app import make_app
 from ucformat.web.library import Library, Presentation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.checkpoint import Checkpoint
@@ -57,14 +57,16 @@ def serving(
     places: Mapping[str, Checkpoint] | None = None,
     presentation: Presentation | None = None,
     tokens: Sequence[Token] = (),
+    opening: Mapping[str, Callable[[], Checkpoint]] | None = None,
     **options: Any,
 ) -> Iterator[Client]:
     """Serve checkpoints at a free port of this machine.
 
     Args:
+        opening: what opens further places.
         options: those of `Library`.
     """
-    opened = {name: lambda ck=ck: ck for name, ck in (places or {}).items()}
+    opened = {name: lambda ck=ck: ck for name, ck in (places or {}).items()} | dict(opening or {})
     library = Library(catalog, opened, presentation or Presentation(), **options)
     config = uvicorn.Config(
         make_app(library, tokens), "127.0.0.1", 0, log_config=None, lifespan="off", ws="none"

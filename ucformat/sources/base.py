@@ -36,7 +36,8 @@ class OpenSource(Protocol):
     It may also have the attribute `part`: what it is only a part of, according to the content of
     its files, such as one rank's; empty if the content proves that it is whole, as when files were
     compared with the number of ranks that they record; or None, as if it were missing: the names of
-    the files decide.
+    the files decide. And where the files tell them, the attributes `id` and `training_info` of the
+    checkpoint, and `place`, the url that opens it again.
 
     Attributes:
         kind: the `kind` of the source that opened it.

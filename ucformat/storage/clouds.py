@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ucformat.errors import PermissionDenied, UsageError
-from ucformat.redacted import has_users, learn_url
+from ucformat.redacted import has_users, learn, learn_url
 from ucformat.storage.base import check_key
 
 if TYPE_CHECKING:
@@ -202,6 +202,7 @@ def connect(place: UrlParts, options: Options) -> Client:
         return store.AzureStore(place.bucket, **account, **common)
     if place.cloud == "http":
         common["client_options"]["allow_http"] = place.root.startswith("http://")
+        common["client_options"] |= _bearer(place.root)
         return store.HTTPStore.from_url(place.root, **common)
     endpoint, region, session = s3_settings(options)
     if endpoint:
@@ -225,6 +226,29 @@ def connect(place: UrlParts, options: Options) -> Client:
         endpoints += [_service("sts", region), *filter(None, map(os.environ.get, _AWS_URLS))]
     common["client_options"] |= _restrict_hosts(endpoints, *hosts)
     return store.S3Store(place.bucket, **common)
+
+
+def _bearer(root: str) -> dict[str, Any]:
+    """Options that send the token in `UCP_TOKEN` to the server that it is for, and to no other.
+
+    Raises:
+        UsageError: it does not say for which server it is.
+    """
+    given = os.environ.get("UCP_TOKEN", "")
+    if not given:
+        return {}
+    origin, equals, token = given.partition("=")
+    for_server, asked = urlsplit(origin), urlsplit(root)
+    if not (equals and token and for_server.scheme in ("http", "https") and for_server.netloc):
+        raise UsageError(
+            "UCP_TOKEN does not say for which server it is",
+            hint="UCP_TOKEN=https://models.example.org=TOKEN",
+        )
+    learn(token)
+    if (for_server.scheme, for_server.netloc.lower()) != (asked.scheme, asked.netloc.lower()):
+        return {}
+    headers = {"authorization": f"Bearer {token}"}
+    return {"default_headers": headers, **_restrict_hosts([origin])}
 
 
 def service(*parts: object) -> str:

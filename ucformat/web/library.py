@@ -113,6 +113,7 @@ class Served:
         self.checkpoint, self.commit, self.entry = checkpoint, commit, entry
         self._presentation = presentation
         self._files: dict[str, VirtualFile] | None = None
+        self.files_of_document: dict[str, Any] = {}  # see `web.document`
         self._lock = threading.Lock()
 
     @cached_property

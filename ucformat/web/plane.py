@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from starlette.responses import HTMLResponse, JSONResponse
+from starlette.responses import HTMLResponse
 
 from ucformat.catalog.as_json import entry_data
 from ucformat.catalog.search import NEWEST
@@ -14,7 +14,9 @@ from ucformat.errors import UsageError
 from ucformat.geometry.layout import Layout
 from ucformat.reading.indexing import parse_slice
 from ucformat.reading.rank import plan_data
+from ucformat.schema.values import dumps
 from ucformat.web.blocking import in_thread
+from ucformat.web.document import Json, content_of_file, described
 from ucformat.web.endpoints import Endpoint, EndpointRoute, Parameter, openapi, reserved
 from ucformat.web.library import NoFile
 from ucformat.web.streaming import RangeResponse
@@ -91,6 +93,20 @@ def endpoints_of(library: Library) -> list[Endpoint]:
             "A checkpoint: its tensors, and what the catalog has of it.",
             plane.checkpoint,
             parameters=(_REF,),
+            ranges=True,
+        ),
+        Endpoint(
+            "GET",
+            "/v1/{ref}/files/{id}/{file:path}",
+            "Bytes that the document of the checkpoint names.",
+            plane.file,
+            (_BYTES,),
+            (
+                _REF,
+                Parameter("id", "The id of the checkpoint that is meant."),
+                Parameter("file", "A `file` of its document."),
+            ),
+            ranges=True,
         ),
         Endpoint(
             "GET",
@@ -155,7 +171,7 @@ class _Plane:
 
     async def document(self, call: Call) -> ASGIApp:  # noqa: ARG002 - as all
         """The OpenAPI document."""
-        return JSONResponse(openapi(self.endpoints))
+        return Json(openapi(self.endpoints))
 
     async def checkpoints(self, call: Call) -> ASGIApp:
         """List checkpoints of the catalog."""
@@ -174,13 +190,27 @@ class _Plane:
                 "next": offset + limit if len(entries) > limit else None,
             }
 
-        return JSONResponse(await in_thread(look_up))
+        return Json(await in_thread(look_up))
 
     async def checkpoint(self, call: Call) -> ASGIApp:
         """Describe a checkpoint."""
-        return await in_thread(
-            lambda: JSONResponse(_described(self.library.reference(call.path["ref"], call.access)))
-        )
+
+        def look_up() -> tuple[Served, Content]:
+            ref = call.path["ref"]
+            served = self.library.reference(ref, call.access)
+            data = dumps(described(served, ref)).encode()
+            return served, content_of_bytes(data, served.checkpoint)
+
+        return self._sent(*await in_thread(look_up))
+
+    async def file(self, call: Call) -> ASGIApp:
+        """Send bytes that the document of a checkpoint names."""
+
+        def look_up() -> tuple[Served, Content]:
+            served = self.library.reference(call.path["ref"], call.access)
+            return served, content_of_file(served, call.path["id"], call.path["file"])
+
+        return self._sent(*await in_thread(look_up))
 
     async def zarr(self, call: Call) -> ASGIApp:
         """Send the value of a key, or list a folder."""
@@ -251,7 +281,7 @@ class _Plane:
             served = self.library.reference(call.path["ref"], call.access)
             return plan_data(_planned(served, call))
 
-        return JSONResponse(await in_thread(look_up))
+        return Json(await in_thread(look_up))
 
     async def part(self, call: Call) -> ASGIApp:
         """Send what a rank reads."""
@@ -270,36 +300,6 @@ class _Plane:
             {"x-ucformat-id": served.checkpoint.id, **(headers or {})},
             lambda _: self.library.forget(served),
         )
-
-
-def _described(served: Served) -> dict[str, Any]:
-    """The JSON of an opened checkpoint."""
-    ck = served.checkpoint
-    tensors = [
-        {
-            "name": info.name,
-            "state": info.state,
-            "dtype": info.dtype,
-            "shape": list(info.shape),
-            "bytes": info.nbytes,
-        }
-        for info in ck.tensors.values()
-    ]
-    return {
-        "id": ck.id,
-        "kind": ck.kind,
-        "step": ck.metadata.step,
-        "engine": dict(ck.metadata.engine),
-        "layout": dict(ck.metadata.layout),
-        "aliases": dict(ck.aliases),
-        "bytes": sum(info.nbytes for info in ck.tensors.values()),
-        "tensors": tensors,
-        "unreadable": [
-            {"name": key.name, "state": key.state, "reason": reason}
-            for key, reason in ck.unreadable.items()
-        ],
-        "catalog": None if served.entry is None else entry_data(served.entry),
-    }
 
 
 def _planned(served: Served, call: Call) -> ReadPlan:

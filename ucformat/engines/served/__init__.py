@@ -1,0 +1,1 @@
+"""Checkpoints that a server of ours answers."""

@@ -1,0 +1,133 @@
+"""A checkpoint as a JSON document, and the bytes that it names, from which `ucformat.open` reads it over HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from ucformat.catalog.as_json import entry_data
+from ucformat.errors import Conflict
+from ucformat.reading.readable import path_to_json
+from ucformat.schema.values import dumps
+from ucformat.web.library import NoFile
+from ucformat.web.tensors import content_of_bytes, content_of_tensor
+
+if TYPE_CHECKING:
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.web.library import Served
+    from ucformat.web.streaming import Content
+
+#: The version of the document; its first member, by which readers recognise it.
+MARKER, VERSION = "ucformat_served", 1
+
+
+class Json(Response):
+    """A JSON value; numbers that are not finite are spelled as in documents of the format."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """See Starlette."""
+        return dumps(content).encode()
+
+
+def described(served: Served, ref: str) -> dict[str, Any]:
+    """The document of an opened checkpoint.
+
+    Args:
+        ref: the reference or place under which it was found.
+    """
+    ck = served.checkpoint
+    metadata, training = ck.metadata, ck.training_info
+    pinned = ref if served.entry is None else served.entry.id
+    infos = list(ck.tensors.values())
+    return {
+        MARKER: VERSION,
+        "id": ck.id,
+        "ref": pinned,
+        "kind": ck.kind,
+        "step": metadata.step,
+        "run": training.run,
+        "config": training.config,
+        "metrics": training.metrics,
+        "engine": dict(metadata.engine),
+        "layout": dict(metadata.layout),
+        "aliases": dict(ck.aliases),
+        "bytes": sum(info.nbytes for info in infos),
+        "tensors": [
+            {
+                "name": info.name,
+                "state": info.state,
+                "dtype": info.dtype,
+                "shape": list(info.shape),
+                "bytes": info.nbytes,
+                "file": file_of_tensor(info),
+                "paths": [path_to_json(path) for path in metadata.paths.get(info.key, ())],
+                "fingerprint": metadata.fingerprints.get(info.key),
+            }
+            for info in infos
+        ],
+        "groups": [dict(group) for group in metadata.groups],
+        "places": [
+            None
+            if place is None
+            else {
+                "path": path_to_json(place.path),
+                "names": list(place.names),
+                "flattened": place.flattened,
+            }
+            for place in metadata.places
+        ],
+        "objects": dict(ck.objects),
+        "assets": {name: {"file": file_of_asset(name)} for name in ck.assets},
+        "unreadable": [
+            {"name": key.name, "state": key.state, "reason": reason}
+            for key, reason in ck.unreadable.items()
+        ],
+        "lossy": [
+            {"name": key.name, "state": key.state, **loss._asdict()}
+            for key, loss in ck.lossy.items()
+        ],
+        "missing": [*ck.missing, *(f"{name}, a value of each rank" for name in ck.per_rank)],
+        "catalog": None if served.entry is None else entry_data(served.entry),
+    }
+
+
+def file_of_tensor(info: TensorInfo) -> str:
+    """The name of a tensor's bytes, which another tensor never has, nor this one with other bytes per element."""
+    return f"tensors/{_digest(info.name, info.state, info.dtype, info.shape)}"
+
+
+def file_of_asset(name: str) -> str:
+    """The name of an asset's bytes."""
+    return f"assets/{_digest(name)}"
+
+
+def _digest(*what: object) -> str:
+    return hashlib.sha256(repr(what).encode("utf-8", "backslashreplace")).hexdigest()[:32]
+
+
+def content_of_file(served: Served, identity: str, file: str) -> Content:
+    """The bytes of a name in the document of the checkpoint with an id.
+
+    Raises:
+        Conflict: by now there is another checkpoint.
+        NoFile: the document has no such name.
+    """
+    ck = served.checkpoint
+    if ck.id != identity:
+        raise Conflict(
+            f"the checkpoint is not {identity} any more, but {ck.id}", hint="open it again"
+        )
+    names = served.files_of_document
+    if not names:
+        names |= {file_of_tensor(info): info for info in ck.tensors.values()}
+        names |= {file_of_asset(name): name for name in ck.assets}
+    value = names.get(file)
+    if value is None:
+        raise NoFile(f"{identity} has no file {file!r}")
+    if isinstance(value, str):
+        return content_of_bytes(ck.assets[value], ck, "application/octet-stream")
+    return content_of_tensor(ck, value, (...,), "raw")
