@@ -73,6 +73,25 @@ def test_every_page_is_reached_every_link_leads_somewhere_and_nothing_is_fetched
     assert (built / "docs" / "assets" / "iframe-worker.js").is_file()
 
 
+@pytest.mark.matrix
+def test_a_page_on_a_disk_can_be_searched(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("no Chromium: apt-get install chromium")
+    settings(tmp_path, "  - README.md")
+    pages = tmp_path / "build" / "pages"
+    (pages / "docs" / "assets").mkdir(parents=True)
+    (pages / "README.md").write_text("# Start\n\nAbout quokkas.\n")
+    shutil.copy(ROOT / "docs" / "assets" / "iframe-worker.js", pages / "docs" / "assets")
+    assert build(tmp_path).returncode == 0
+    page = f"file://{tmp_path}/build/site/index.html?q=quokkas"
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=15000"]
+    command += [f"--user-data-dir={tmp_path}/browser"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "1 matching document<" in done.stdout
+
+
 def test_what_is_broken_is_named(tmp_path: Path) -> None:
     settings(tmp_path, "  - README.md\n  - Others: docs/*.md")
     pages = tmp_path / "build" / "pages"
