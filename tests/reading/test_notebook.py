@@ -225,14 +225,14 @@ def test_too_much_is_not_drawn(tmp_path: Path) -> None:
 
 def test_ipython_completes_names_and_states(tmp_path: Path) -> None:
     completer = pytest.importorskip("IPython.core.completer", reason="needs pip install ipython")
-    from IPython.core.interactiveshell import InteractiveShell
+    shells = pytest.importorskip("IPython.core.interactiveshell")
 
     arrays = {
         (name, s): random_array((2,), "float32")
         for name in ("model.up.weight", "model.down.weight")
         for s in ("master", "exp_avg")
     }
-    shell = InteractiveShell()  # type: ignore[no-untyped-call]
+    shell = shells.InteractiveShell()
     shell.user_ns["ck"] = universal(tmp_path / "ck", arrays)
 
     def offered(text: str) -> set[str]:

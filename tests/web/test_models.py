@@ -74,7 +74,13 @@ def engines_of(family: str, source: Path, folder: Path) -> dict[str, Checkpoint]
     ucformat.export(ck, folder / "dcp", "dcp")
     made["dcp"] = ucformat.open(folder / "dcp")
     if family == "llama":
-        options = {"stage": 3, "world": 2, "weights_only": True, "buffers": "none", "step": 1}
+        options: dict[str, Any] = {
+            "stage": 3,
+            "world": 2,
+            "weights_only": True,
+            "buffers": "none",
+            "step": 1,
+        }
         ucformat.export(ck, folder / "zero3", "deepspeed", **options)
         made["zero3"] = ucformat.open(folder / "zero3")
         megatron = ck.view([{"preset": "llama-to-megatron"}])

@@ -113,6 +113,6 @@ def test_vllm_generates_the_same(tmp_path: Path, tied: bool) -> None:
     served = {name: ucformat.open(tmp_path / name) for name in ("arrays", "zero3")}
     presentation = Presentation(options={"assets": str(tmp_path / "assets")})
     with serving(places=served, presentation=presentation) as ask:
-        places = [Path(url), tmp_path / "exported", *served]
+        places: list[Path | str] = [Path(url), tmp_path / "exported", *served]
         found = generated(places, tmp_path, ask.url)
     assert found == [wanted[0].tolist()[len(PROMPT) :]] * 4
