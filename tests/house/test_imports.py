@@ -69,7 +69,17 @@ ALLOWED: dict[str, set[str]] = {
         *("schema", "jobs"),
     },
     "web": {
-        *("schema", "errors", "geometry", "storage", "reading", "views", "format", "exporters"),
+        *(
+            "sources",
+            "schema",
+            "errors",
+            "geometry",
+            "storage",
+            "reading",
+            "views",
+            "format",
+            "exporters",
+        ),
         *("checkpoint", "catalog", "references", "jobs", "runs", "zarr_store", "_version"),
         "texts",
     },

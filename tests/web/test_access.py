@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
+import shutil
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import ucformat
-from tests.exporters.sources import opened
+from tests.exporters.sources import opened, zero3
 from tests.web.serving import serving
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import UsageError
@@ -78,6 +81,37 @@ def test_a_new_checkpoint_is_the_newest(catalog: Catalog, tmp_path: Path) -> Non
         assert step_of(ask("/b/resolve/latest/model.safetensors").body) == 1
         array = np.full((3, 4), 9, "f4")
         ucformat.convert(opened({("w", "weight"): array}), tmp_path / "b" / "9", run="b", step=9)
+        assert step_of(ask("/b/resolve/latest/model.safetensors").body) == 9
+
+
+def test_a_step_that_an_engine_wrote_again_is_not_the_recorded_one(tmp_path: Path) -> None:
+    """Clients resume downloads by the size alone, so equal commits must have equal files."""
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    place = tmp_path / "z"
+
+    def save(seed: int) -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        zero3(tmp_path / str(seed), seed)[0].rename(place)
+
+    save(0)
+    with Catalog(url) as catalog, serving(catalog) as ask:
+        ucformat.register(place, catalog, run="z")
+        before = ask("/z/resolve/5/model.safetensors")
+        assert before.status == 200
+        save(1)
+        with suppress(http.client.IncompleteRead):  # the opened one has changed
+            assert ask("/z/resolve/5/model.safetensors").status == 409
+        answer = ask("/z/resolve/5/model.safetensors")
+        assert (answer.status, b"written again" in answer.body) == (409, True)
+
+
+def test_a_client_reads_what_it_was_told_of(catalog: Catalog, tmp_path: Path) -> None:
+    """It asks for the size first, and `latest` may move before it reads, or goes on after a fault."""
+    with serving(catalog) as ask:
+        place = ask("/b/resolve/latest/model.safetensors", "HEAD").headers["location"]
+        array = np.full((3, 4), 9, "f4")
+        ucformat.convert(opened({("w", "weight"): array}), tmp_path / "b" / "9", run="b", step=9)
+        assert step_of(ask(place).body) == 1
         assert step_of(ask("/b/resolve/latest/model.safetensors").body) == 9
 
 

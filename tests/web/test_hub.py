@@ -15,15 +15,17 @@ import pytest
 import ucformat
 from tests.exporters.sources import opened, universal, zero3
 from tests.web.serving import serving
-from ucformat.errors import MissingData
+from ucformat.errors import ChecksumError, MissingData
+from ucformat.geometry.tensor import Extent
 from ucformat.jobs.bands import FileRanges
+from ucformat.jobs.export import plan_export
+from ucformat.jobs.inputs import Input
 from ucformat.web.library import Presentation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.jobs.inputs import Input
 
 ARRAYS = {
     (f"layers.{n}.weight", "weight"): np.arange(n, n + 40 * 30, dtype="f4").reshape(40, 30)
@@ -69,7 +71,10 @@ def test_ranges_and_conditions(tmp_path: Path) -> None:
         path = "/m/resolve/main/model.safetensors"
         whole = ask(path)
         etag = whole.headers["etag"]
-        head = ask(path, "HEAD")
+        pinned = f"/m/resolve/{whole.headers['x-repo-commit']}/model.safetensors"
+        moved = ask(path, "HEAD")
+        assert (moved.status, moved.headers["location"]) == (307, pinned)
+        head = ask(pinned, "HEAD")
         assert (head.status, head.body) == (200, b"")
         assert head.headers["content-length"] == str(len(whole.body))
         assert ask(path, Range="bytes=-7").body == whole.body[-7:]
@@ -116,6 +121,34 @@ def test_a_damaged_file_never_looks_whole(tmp_path: Path) -> None:
         assert len(intact.body) == (2 << 20) + 1
 
 
+def test_what_is_read_again_is_compared_again(tmp_path: Path) -> None:
+    folder, _ = zero3(tmp_path / "z", scale=9)
+    ck = ucformat.open(folder)
+    (planned,) = [f for f in plan_export(ck, "safetensors").files if "safetensors" in f.key]
+    file, source = FileRanges(planned), Input(ck, verify=True, shared=True)
+    verifier = source.verifier
+    assert verifier is not None
+    with source.task() as sums:
+        file.read(source, 0, file.nbytes)
+    assert sums
+    verifier.forget(sums)
+    assert not verifier.unfinished()
+    extent = next(iter(ck.source.extents(next(iter(ck.tensors)))))
+    assert isinstance(extent, Extent)
+    damaged = folder / extent.file
+    data = bytearray(damaged.read_bytes())
+    data[extent.offset] ^= 1
+    damaged.write_bytes(data)
+
+    def read_again() -> None:
+        with source.task():
+            file.read(source, 0, file.nbytes)
+            verifier.complete()
+
+    with pytest.raises(ChecksumError):
+        read_again()
+
+
 CLIENT = """
 import sys
 from huggingface_hub import HfApi, snapshot_download, get_safetensors_metadata, HfFileSystem
@@ -139,6 +172,21 @@ def test_the_hub_s_own_client(tmp_path: Path) -> None:
         subprocess.run(command, check=True, env=environment, timeout=120)
     downloaded = {n: d for n, d in files_of(tmp_path / "d").items() if not n.startswith(".cache")}
     assert downloaded == files_of(tmp_path / "e")
+
+
+def test_another_configuration_is_another_commit(tmp_path: Path) -> None:
+    ck, commits = of_kind("universal", tmp_path), set()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "v.yaml").touch()
+    for text, name in (("{}", "w"), ('{"model_type": "llama"}', "w"), ("{}", "v")):
+        (tmp_path / "a" / "config.json").write_text(text)
+        (tmp_path / "v.yaml").write_text(
+            f"version: 1\nview: [{{rename: 'layers.0.weight', to: '{name}'}}]\n"
+        )
+        presentation = Presentation(str(tmp_path / "v.yaml"), {"assets": str(tmp_path / "a")})
+        with serving(places={"m": ck}, presentation=presentation) as ask:
+            commits.add(json.loads(ask("/api/models/m").body)["sha"])
+    assert len(commits) == 3
 
 
 def test_names_of_files_are_only_text(tmp_path: Path) -> None:

@@ -297,19 +297,34 @@ def sent(ask: Client, path: str, **body: Any) -> Any:
     return ask(path, "POST", json.dumps(body).encode(), content_type="application/json")
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        [],
+        [
+            {"rename": "t0", "to": "x"},
+            {"rename": "t1", "to": "t0"},
+            {"rename": "x", "to": "t1"},
+            {"transpose": "t3"},
+        ],
+    ],
+    ids=["stored", "view"],
+)
 @pytest.mark.parametrize("rank", [0, 3, 5])
-def test_a_part_is_what_a_plan_reads(tmp_path: Path, rank: int) -> None:
+def test_a_part_is_what_a_plan_reads(tmp_path: Path, rank: int, view: list[dict[str, Any]]) -> None:
+    layout = {**LAYOUT, "view": view} if view else LAYOUT
     arrays = {
         (f"t{n}", state): random_array((7 + n, 5), "float32", 10 * n + len(state))
         for n in range(4)
         for state in ("weight", "exp_avg")
     }
     ck = universal(tmp_path / "u", arrays)
-    plan = ck.plan(ucformat.Layout.parse(LAYOUT), rank)
+    plan = ck.plan(ucformat.Layout.parse(layout), rank)
     with serving(places={"m": ck}) as ask:
-        told = sent(ask, "/v1/m/plan", layout=LAYOUT, rank=rank)
+        told = sent(ask, "/v1/m/plan", layout=layout, rank=rank)
         assert json.loads(told.body) == json.loads(json.dumps(plan_data(plan)))
-        part = sent(ask, "/v1/m/part", layout=LAYOUT, rank=rank)
+        part = sent(ask, "/v1/m/part", layout=layout, rank=rank)
+        assert part.status == 200, part.body
     (tmp_path / "part.safetensors").write_bytes(part.body)
     with safetensors.safe_open(tmp_path / "part.safetensors", "numpy") as file:
         buffers = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

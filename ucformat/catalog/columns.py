@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 ID_LENGTH = 12  # characters of an id that are shown to people
 
-_PART = re.compile(r'"(?:[^"]|"")*"|[^.,"]+')
-_KEY = re.compile(rf"\s*((?:{_PART.pattern})(?:\.(?:{_PART.pattern}))*)\s*(?:,|$)")
+_PART = re.compile(r'"(?:[^"]|"")*+"|[^.,"]++')
+_KEY = re.compile(rf"\s*+((?:{_PART.pattern})(?:\.(?:{_PART.pattern}))*+)\s*+(?:,|$)")
 
 
 class Column:

@@ -200,6 +200,7 @@ class StreamVerifier:
     def __init__(self, source: Checkpoint, compared: Collection[str] = ()) -> None:
         self._source, self._origin, self._compared = source.source, source.origin, compared
         self._lock = threading.Lock()
+        self.files: set[str] = set()  # those that `see_own` was told of
         self._records: Mapping[str, tuple[list[int], list[FileRecord]]] = {}
         self._of_records: dict[tuple[str, int], StreamSum] = {}
         self._blocks: dict[str, list[tuple[int, int, StreamSum]]] = {}
@@ -323,9 +324,18 @@ class StreamVerifier:
             at += row.nbytes
 
     def see_own(self, file: str, at: int, data: memoryview) -> None:
-        """Take note of bytes that were read inside `task`."""
+        """Take note of bytes that were read inside `task`, and of the file."""
         if self in _notes.get():
+            self.files.add(file)
             self.see(file, at, data)
+
+    def forget(self, parts: Iterable[SumPart]) -> None:
+        """Undo what a task has noted: its bytes are to be read again."""
+        with self._lock:
+            for stream, ranges, value in parts:
+                stream.value ^= value
+                stream.left = sorted([*stream.left, *ranges])
+                stream.waits += sum(b - a for a, b in ranges)
 
     def _see_row(self, file: str, at: int, data: memoryview) -> None:
         stop = at + data.nbytes

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote, unquote
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ucformat.errors import UsageError
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.requests import Request
-    from starlette.responses import Response
 
     from ucformat.catalog.entries import Entry
     from ucformat.web.library import Library, Served, VirtualFile
@@ -212,6 +211,11 @@ class _Hub:
             return served, file
 
         served, file = await in_thread(look_up)
+        if request.method == "HEAD" and unquote(revision) != served.commit:
+            # a client that asks first then reads what it was told of, also if `latest` moves
+            below = request.scope.get("root_path", "")
+            place = f"{below}/{repository}{kind}{served.commit}/{name}"
+            return Response(status_code=307, headers={"location": place})
         headers = {
             "x-repo-commit": served.commit,
             "x-linked-etag": f'"{file.oid}"',

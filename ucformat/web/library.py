@@ -8,7 +8,6 @@ are the id and a digest of how the checkpoint is presented, so equal commits hav
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import threading
 import time
@@ -18,11 +17,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import NotFound, UnsupportedError, UsageError
-from ucformat.format.digest import document_digest
+from ucformat.errors import Conflict, NotFound, UnsupportedError, UsageError
+from ucformat.format.digest import bytes_digest, document_digest
 from ucformat.jobs.bands import FileRanges
 from ucformat.jobs.export import plan_export
 from ucformat.references import open_entry
+from ucformat.sources.model_files import find_assets
+from ucformat.storage.url import open_store
+from ucformat.views.document import read_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,9 +61,15 @@ class Presentation:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """What tells one presentation from another, 8 hexadecimal digits."""
-        described = [_PRESENTATION, repr(self.view), sorted(self.options.items())]
-        return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()[:8]
+        """What tells one presentation from another, 8 hexadecimal digits: of steps and files their content."""
+        steps = [] if self.view is None else [str(step) for _, step in read_steps(self.view)]
+        options = {name: value for name, value in self.options.items() if name != "assets"}
+        files = []
+        if "assets" in self.options:
+            store = open_store(self.options["assets"])
+            files = [(key, bytes_digest(store.read(key))) for key in find_assets(store.list())]
+        described = [_PRESENTATION, steps, sorted(options.items()), sorted(files)]
+        return document_digest(described).rpartition(":")[2][:8]
 
 
 class VirtualFile:
@@ -321,7 +329,12 @@ class Library:
             served = self._served.get(entry.id)
             if served is None:
                 assert self.catalog is not None  # noqa: S101 - it has the entry
-                checkpoint, _ = open_entry(self.catalog, entry, entry.name)
+                checkpoint, place = open_entry(self.catalog, entry, entry.name)
+                if checkpoint.id != entry.id:  # an engine has written a step in place again
+                    raise Conflict(
+                        f"{entry.name} is not what the catalog has recorded: its files were written again",
+                        hint=f"`ucp register {place}` records what is there",
+                    )
                 served = Served(
                     self._presented(checkpoint), self._commit(entry.id), entry, self.presentation
                 )

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.columns import parse_columns
+from ucformat.catalog.filter.syntax import MAX_LENGTH
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _OFFERED = 40
 #: Metrics that are drawn beside a run, if it has one of them.
 _DRAWN = ("loss", "train_loss", "train/loss", "val_loss", "eval_loss", "val/loss", "eval/loss")
 #: A key that is being written at the end of a filter.
-_KEY = re.compile(r"(?:^|[\s(,])((?:[^\W\d][\w-]*)(?:\.(?:[\w-]+|\"[^\"]*\"?))*\.?)\Z")
+_KEY = re.compile(r"(?:^|[\s(,])((?:[^\W\d][\w-]*)(?:\.(?:[\w-]++|\"[^\"]*+\"?+))*+\.?)\Z")
 
 
 def list_data(library: Library, access: Access, asked: Mapping[str, str]) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def _drawn(metrics: Mapping[str, float]) -> str | None:
 
 def completions(library: Library, access: Access, text: str) -> list[str]:
     """Filters that continue one, of which the key at the end is not complete."""
-    match = _KEY.search(text)
+    match = _KEY.search(text) if len(text) <= MAX_LENGTH else None
     if match is None or text.count("'") % 2:
         return []
     begun = match[1]

@@ -30,6 +30,7 @@ from ucformat.web.tensors import (
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from ucformat.checkpoint import Checkpoint
     from ucformat.reading.rank import ReadPlan
     from ucformat.web.endpoints import Call
     from ucformat.web.library import Library, Served
@@ -279,7 +280,8 @@ class _Plane:
 
         def look_up() -> dict[str, Any]:
             served = self.library.reference(call.path["ref"], call.access)
-            return plan_data(_planned(served, call))
+            _, plan = _planned(served, call)
+            return plan_data(plan)
 
         return Json(await in_thread(look_up))
 
@@ -288,7 +290,7 @@ class _Plane:
 
         def look_up() -> tuple[Served, Content]:
             served = self.library.reference(call.path["ref"], call.access)
-            return served, content_of_plan(served.checkpoint, _planned(served, call))
+            return served, content_of_plan(*_planned(served, call))
 
         return self._sent(*await in_thread(look_up))
 
@@ -302,8 +304,8 @@ class _Plane:
         )
 
 
-def _planned(served: Served, call: Call) -> ReadPlan:
-    """The plan of the rank in the body of a request."""
+def _planned(served: Served, call: Call) -> tuple[Checkpoint, ReadPlan]:
+    """The plan of the rank in the body of a request, and the checkpoint, through the layout's view, that it reads."""
     document, rank, states = (call.body.get(name) for name in ("layout", "rank", "states"))
     if not isinstance(document, dict):
         raise UsageError("`layout` is a JSON object", hint="docs/layout.md")
@@ -313,7 +315,10 @@ def _planned(served: Served, call: Call) -> ReadPlan:
         isinstance(states, list) and all(isinstance(state, str) for state in states)
     ):
         raise UsageError("`states` is a list of strings")
-    layout = Layout.parse(document)
+    layout, checkpoint = Layout.parse(document), served.checkpoint
     if layout.mesh.size > _MAX_RANKS:
         raise UsageError(f"a layout has at most {_MAX_RANKS:,} ranks here")
-    return served.checkpoint.plan(layout, rank, states)
+    if layout.view:
+        checkpoint = checkpoint.view(layout)
+        layout = Layout.parse({name: part for name, part in document.items() if name != "view"})
+    return checkpoint, checkpoint.plan(layout, rank, states)

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,9 @@ from starlette.routing import Route
 
 from ucformat.errors import Conflict, NotFound, UcformatError
 from ucformat.jobs.inputs import Input
+from ucformat.reading.readable import TRACKERS
 from ucformat.storage.url import open_store
+from ucformat.storage.wrappers import check_unchanged
 from ucformat.web.access import access_of
 from ucformat.web.blocking import in_thread
 from ucformat.web.hub import content_of, raw_path
@@ -44,6 +47,9 @@ _KINDS = {  # by the ending of a file
 _OTHER = "application/vnd.cncf.model.weight.config.v1.raw"
 _STEP = 8 << 20  # bytes that are read at once for a digest
 _PATIENCE = 60.0  # seconds for which a client waits for digests
+_KEPT = 256  # manifests
+#: Of their own, since it may take minutes to read a checkpoint.
+_threads = ThreadPoolExecutor(2, "ucformat-digests")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 
 
@@ -54,17 +60,21 @@ class Manifest:
     Attributes:
         data: its bytes.
         config: the bytes of the configuration.
-        blobs: the files by digest.
+        blobs: the names of the files by digest.
     """
 
     data: bytes
     config: bytes
-    blobs: dict[str, VirtualFile]
+    blobs: dict[str, str]
 
     @property
     def digest(self) -> str:
         """Its digest."""
         return _digest(self.data)
+
+    def has(self, digest: str) -> bool:
+        """Whether a digest is its own, or of something that it names."""
+        return digest in self.blobs or digest in (self.digest, _digest(self.config))
 
 
 class RegistryError(UcformatError):
@@ -128,44 +138,45 @@ class _Registry:
         if kind == "manifests" and not is_digest:
             served = await in_thread(self.library.revision, name, reference, access)
             return _sent(await self._manifest(served), _MANIFEST)
-        for manifest, served in await self._known(name, access):
-            if reference == manifest.digest:
-                return _sent(manifest, _MANIFEST)
-            if reference == _digest(manifest.config):
-                return Response(
-                    manifest.config, media_type=_CONFIG, headers=_named(manifest.config)
-                )
-            file = manifest.blobs.get(reference)
-            if file is not None:
-                headers = {"docker-content-digest": reference}
-                return RangeResponse(content_of(file), headers, partial(self._failed, served))
+        for commit, making in list(self._manifests.items()):
+            if not making.done() or making.exception() is not None:
+                continue
+            manifest = making.result()
+            if not manifest.has(reference):
+                continue
+            try:
+                served = await in_thread(self.library.revision, name, commit, access)
+                return await in_thread(self._of_manifest, served, manifest, reference)
+            except UcformatError:  # another repository or revision may have it, too
+                continue
         code = "MANIFEST_UNKNOWN" if kind == "manifests" else "BLOB_UNKNOWN"
         raise RegistryError(
             404, code, f"{name} has no {reference}; ask for the manifest of a tag first"
         )
 
+    def _of_manifest(
+        self, served: Served, manifest: Manifest, reference: str
+    ) -> Response | RangeResponse:
+        """What has a digest."""
+        if reference == manifest.digest:
+            return _sent(manifest, _MANIFEST)
+        if reference == _digest(manifest.config):
+            return Response(manifest.config, media_type=_CONFIG, headers=_named(manifest.config))
+        headers = {"docker-content-digest": reference}
+        content = content_of(served.files[manifest.blobs[reference]])
+        return RangeResponse(content, headers, partial(self._failed, served))
+
     def _failed(self, served: Served, _: UcformatError) -> None:
         self.library.forget(served)
-
-    async def _known(self, name: str, access: Access) -> list[tuple[Manifest, Served]]:
-        """The manifests of a repository that were asked for, and may still be seen."""
-        known = []
-        for commit, making in list(self._manifests.items()):
-            if not making.done() or making.exception() is not None:
-                continue
-            try:
-                served = await in_thread(self.library.revision, name, commit, access)
-            except NotFound:
-                continue
-            known.append((making.result(), served))
-        return known
 
     async def _manifest(self, served: Served) -> Manifest:
         """The manifest of a revision, once all its digests are known."""
         making = self._manifests.get(served.commit)
         if making is None or (making.done() and making.exception() is not None):
-            making = asyncio.ensure_future(in_thread(self._made, served))
+            making = asyncio.get_running_loop().run_in_executor(_threads, self._made, served)
             self._manifests[served.commit] = making
+            while len(self._manifests) > _KEPT:
+                self._manifests.pop(next(iter(self._manifests))).cancel()
         done, _ = await asyncio.wait([making], timeout=_PATIENCE)
         if not done:
             raise RegistryError(
@@ -201,7 +212,9 @@ class _Registry:
             "config": {"mediaType": _CONFIG, "digest": _digest(config), "size": len(config)},
             "layers": layers,
         }
-        return Manifest(_document(manifest), config, dict(digests))
+        return Manifest(
+            _document(manifest), config, {digest: file.name for digest, file in digests}
+        )
 
     def _sha256(self, file: VirtualFile) -> str:
         """The digest of a file, from the cache, else by reading it."""
@@ -217,6 +230,8 @@ class _Registry:
                     digest.update(file.ranges.read(reading, at, min(file.nbytes, at + _STEP)).data)
                 if reading.verifier is not None:
                     reading.verifier.complete()
+                    store, files = file.source.store, reading.verifier.files
+                    check_unchanged(store, "its digest is not kept", TRACKERS, files)
         finally:
             reading.close()
         text = f"sha256:{digest.hexdigest()}"

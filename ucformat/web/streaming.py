@@ -16,7 +16,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.datastructures import Headers, MutableHeaders
 
@@ -27,20 +27,21 @@ from ucformat.reading.readable import TRACKERS
 from ucformat.storage.wrappers import check_unchanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
     from starlette.types import Receive, Scope, Send
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.jobs.finished import SumPart
 
 _log = logging.getLogger("ucformat.web")
 _SMALLEST = 64 << 10  # bytes of a piece: of the first, and for a client that reads slowly
 _LARGEST = BAND_BYTES
 _REMAINING = 1 << 20  # bytes that are read besides to complete a checksum
 _SLOW = 0.05  # seconds for which a piece waits until it is given up
-_RANGE = re.compile(r"bytes\s*=\s*(\d*)\s*-\s*(\d*)", re.ASCII)
+_RANGE = re.compile(r"bytes\s*+=\s*+(\d*+)\s*+-\s*+(\d*+)", re.ASCII)
 
 
 class Memory:
@@ -183,6 +184,13 @@ class RangeResponse:
                 sending.close()
 
 
+class _Piece(NamedTuple):
+    """Bytes that were read, and what was read of checksums for them."""
+
+    data: NDArray[np.uint8]
+    sums: Sequence[SumPart]
+
+
 class _Sending:
     """Sends the bytes `[start, stop)` of content."""
 
@@ -190,7 +198,7 @@ class _Sending:
         self.content, self.position, self.stop = content, start, stop
         self._input = Input(content.source, verify=True, shared=True)
         self._size, self._reserved = _SMALLEST, 0
-        self._piece: asyncio.Future[NDArray[np.uint8]] | None = None
+        self._piece: asyncio.Future[_Piece] | None = None
 
     def _start(self) -> None:
         """Start to read the next piece."""
@@ -201,14 +209,17 @@ class _Sending:
             _threads, copy_context().run, self._read, start, min(end, self.stop)
         )
 
-    def _read(self, start: int, stop: int) -> NDArray[np.uint8]:
-        with self._input.task():
-            piece = self.content.read(self._input, start, stop)
-            if stop == self.stop and self._input.verifier is not None:
-                self._input.verifier.complete_nearly(_REMAINING)
-        if stop == self.stop:
-            check_unchanged(self.content.source.store, "the response is not complete", TRACKERS)
-        return piece
+    def _read(self, start: int, stop: int) -> _Piece:
+        verifier = self._input.verifier
+        with self._input.task() as sums:
+            data = self.content.read(self._input, start, stop)
+            if stop == self.stop and verifier is not None:
+                verifier.complete_nearly(_REMAINING)
+        if stop == self.stop and verifier is not None:
+            check_unchanged(
+                self.content.source.store, "the response is not complete", TRACKERS, verifier.files
+            )
+        return _Piece(data, sums)
 
     async def begin(self) -> None:
         """Read the first piece."""
@@ -229,6 +240,8 @@ class _Sending:
                 # returns when the connection has taken the piece before it
                 taken = asyncio.ensure_future(send(_NOTHING))
                 if not (await asyncio.wait([taken], timeout=_SLOW))[0]:
+                    if self._input.verifier is not None:
+                        self._input.verifier.forget(piece.sums)
                     del piece
                     self._piece = None
                     await (
@@ -237,14 +250,18 @@ class _Sending:
                     self._shrink()
                     continue
                 await taken
-                self.position += piece.nbytes
-                left = self.position < self.stop
+                self.position += piece.data.nbytes
                 self._grow()
-                await send({"type": "http.response.body", "body": piece.data, "more_body": left})
+                await send(
+                    {"type": "http.response.body", "body": piece.data.data, "more_body": True}
+                )
                 del piece
                 self._piece = None
-                if left:
+                if self.position < self.stop:
                     self._start()
+            if self.position == self.stop and not gone.done():
+                # returns when the connection has taken the last piece
+                await send({"type": "http.response.body", "body": b""})
         finally:
             gone.cancel()
             if self._piece is not None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MARKER, _VERSION = "ucformat_served", 1
 _BEGINNING = f'{{"{_MARKER}": '.encode()
-_MAX_DOCUMENT = 1 << 30
+_MAX_DOCUMENT = 256 << 20
 _MAX_DIMS = 64
 
 
@@ -74,7 +74,7 @@ class OpenServed:
         url = f"{store.url}/{key}"
         if info.size > _MAX_DOCUMENT:
             raise IntegrityError(f"{url} has {info.size:,} bytes, too many for a document")
-        content = store.read(key)
+        content = store.read(key, 0, info.size)
         try:
             document = loads(content)
             if document.get(_MARKER) != _VERSION:
