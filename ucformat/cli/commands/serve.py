@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -94,7 +95,24 @@ def serve(
                 f"HF_ENDPOINT={url} python -c \"AutoModel.from_pretrained('RUN')\"; stop with Ctrl-C"
             )
 
-        run(app, host, port, started)
+        with _logging_requests(out):
+            run(app, host, port, started)
+
+
+@contextmanager
+def _logging_requests(out: Output) -> Iterator[None]:
+    """Print a line for each request, unless the command is to be quiet."""
+    logger = logging.getLogger("ucformat.web")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.addFilter(lambda record: record.levelno < logging.WARNING)  # others are printed anyway
+    if not out.quiet:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextmanager
