@@ -387,7 +387,13 @@ def test_a_catalog_through_tokens(tmp_path: Path) -> None:
 
             status, listed = ask("/v1/checkpoints?where=" + quote("step > 1") + "&sort=-step")
             assert (status, listed["next"]) == (200, None)
-            assert listed["checkpoints"] == [entry_data(catalog.get(ck.id)) for ck in ours[:0:-1]]
+            assert listed["checkpoints"] == [
+                entry_data(catalog.get(ck.id))
+                | {"urls": [], "launch": None, "family": None, "continues": {}}
+                for ck in ours[:0:-1]
+            ]
+            assert ask("/v1/checkpoints?sort=-metric.none")[0] == 200
+            assert ask("/v1/checkpoints?sort=metric")[1]["hint"] == "such as metric.val_loss"
             assert ask("/v1/checkpoints?limit=2&sort=step")[1]["next"] == 2
             assert len(ask("/v1/checkpoints?limit=2&offset=2&sort=step")[1]["checkpoints"]) == 1
             for injected in ("step = 1) or (step != 9", "step = 1) or (step != 9 --", "'", "id ="):
@@ -408,8 +414,27 @@ def test_a_catalog_through_tokens(tmp_path: Path) -> None:
                 "..",
                 "a@9",
                 "alias:none",
+                theirs.id[:8],
+                f"folder:{quote(str(tmp_path), safe='')}@latest",
+                "launch:abcd@latest",
+                "alias:",
             ):
-                assert ask(f"/v1/{ref}")[0] == 404, ref
+                status, told = ask(f"/v1/{ref}")
+                assert (status, told["hint"]) == (404, None), ref
+
+
+def test_chunks_are_listed_if_they_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ucformat.web.plane._MAX_CHUNKS", 3)
+    arrays = {("few", "weight"): np.zeros((3, 2), "i1"), ("many", "weight"): np.ones(1 << 20, "f4")}
+    arrays |= {(f"other{n}", "weight"): np.zeros(1, "i1") for n in range(4)}
+    ck = ucformat.convert(opened(arrays), tmp_path / "u", chunk_bytes=1 << 19, shard_bytes=1 << 20)
+    with serving(places={"m": ck}) as ask:
+        for path, names in {"": 2, "/weight": 7, "/weight/many": 2, "/weight/few/c": 1}.items():
+            listed = ask(f"/v1/m/zarr{path}/")
+            assert listed.body.count(b"<li>") == names, path
+        refused = ask("/v1/m/zarr/weight/many/c/")
+        assert (refused.status, b"3 chunks" in refused.body) == (422, True)
+        assert ask("/v1/m/zarr/weight/many/c/3").status == 200
 
 
 def test_reserved_names(tmp_path: Path) -> None:

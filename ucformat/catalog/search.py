@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import sqlalchemy as sa
 
 from ucformat.catalog.entries import BestEntry, RunEntry
+from ucformat.catalog.filter.syntax import Sort
 from ucformat.catalog.launches import before, load_continuations, select_newest_first
 from ucformat.catalog.lines import lines
 from ucformat.catalog.models import CheckpointRow, Metric, RunRow, Tag
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection, Select
 
-    from ucformat.catalog.filter.syntax import Sort
+    from ucformat.catalog.filter.syntax import Node
 
 #: The default order (`catalog.lines`).
 NEWEST = "newest"
@@ -27,10 +28,10 @@ NEWEST = "newest"
 
 def find_serials(
     connection: Connection,
-    where: str,
+    where: str | Node,
     now: datetime,
     *,
-    sort: str,
+    sort: str | Sort,
     limit: int | None,
     offset: int,
     deleted: bool,
@@ -109,10 +110,10 @@ def _created(connection: Connection, number: int, *where: ColumnElement[bool]) -
     return connection.scalar(chosen.offset(number).limit(1))
 
 
-def _order(connection: Connection, sort: str) -> tuple[Sort, list[ColumnElement[Any]]]:
+def _order(connection: Connection, sort: str | Sort) -> tuple[Sort, list[ColumnElement[Any]]]:
     from ucformat.catalog.filter.compile import compile_sort, read_sort
 
-    by = read_sort(connection, sort)
+    by = sort if isinstance(sort, Sort) else read_sort(connection, sort)
     return by, compile_sort(by)
 
 
@@ -155,7 +156,12 @@ def _first_by_metric(
 
 
 def count_checkpoints(
-    connection: Connection, where: str, now: datetime, *, deleted: bool, most: int | None = None
+    connection: Connection,
+    where: str | Node,
+    now: datetime,
+    *,
+    deleted: bool,
+    most: int | None = None,
 ) -> int | None:
     """Count the checkpoints that match; None if more than `most` would have to be tested."""
     conditions = _where(connection, where, now, deleted=deleted)
@@ -210,7 +216,12 @@ def count_values(connection: Connection, serials: Sequence[int]) -> dict[str, di
 
 
 def find_series(
-    connection: Connection, metrics: Mapping[str, str], where: str, now: datetime, *, most: int
+    connection: Connection,
+    metrics: Mapping[str, str],
+    where: str | Node,
+    now: datetime,
+    *,
+    most: int,
 ) -> dict[str, list[tuple[int, float]]]:
     """As `Catalog.series`: one query, which reads the last steps of each run by an index."""
     if not metrics:
@@ -259,7 +270,7 @@ class _Row:
 
 
 def find_lines(
-    connection: Connection, where: str, now: datetime
+    connection: Connection, where: str | Node, now: datetime
 ) -> list[tuple[str, int, int, int]]:
     """Find the lines of all runs, by run and then the newest first.
 
@@ -411,17 +422,19 @@ class _Conditions:
 _COMMITTED = unindexed(CheckpointRow.state) == "committed"
 
 
-def _where(connection: Connection, where: str, now: datetime, *, deleted: bool) -> _Conditions:
-    """The conditions of a filter."""
+def _where(
+    connection: Connection, where: str | Node, now: datetime, *, deleted: bool
+) -> _Conditions:
+    """The conditions of a filter; the names in one that was parsed before are not checked."""
     each: list[ColumnElement[bool]] = []
     parts: list[tuple[ColumnElement[bool], Select[Any] | None]] = []
     keys: set[str] = set()
-    if where.strip():
+    if not isinstance(where, str) or where.strip():
         from ucformat.catalog.filter.check import used_keys
         from ucformat.catalog.filter.compile import compile_filter, compile_rows, read_filter
         from ucformat.catalog.filter.syntax import operands
 
-        node = read_filter(connection, where)
+        node = read_filter(connection, where) if isinstance(where, str) else where
         for operand in operands(node):
             each.append(compile_filter(operand, now=now, each=True))
             parts.append((compile_filter(operand, now=now), compile_rows(operand, now=now)))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.database import Database
     from ucformat.catalog.entries import Entry, RunEntry
+    from ucformat.catalog.filter.syntax import Node, Sort
 
 
 class Searches:
@@ -23,9 +24,9 @@ class Searches:
 
     def find(
         self,
-        where: str = "",
+        where: str | Node = "",
         *,
-        sort: str = search.NEWEST,
+        sort: str | Sort = search.NEWEST,
         limit: int | None = None,
         offset: int = 0,
         deleted: bool = False,
@@ -33,6 +34,8 @@ class Searches:
         """Find the checkpoints that match a filter (docs/filters.md).
 
         Args:
+            where: the filter; no checkpoint need have the metrics and configuration paths in one
+                that is parsed already, nor those in such an order.
             deleted: include those that are no longer committed (default: only if the filter uses
                 `state`).
         """
@@ -42,7 +45,7 @@ class Searches:
             )
             return load_entries(c, serials, stamps.now())
 
-    def count(self, where: str = "", *, deleted: bool = False) -> int:
+    def count(self, where: str | Node = "", *, deleted: bool = False) -> int:
         """Count the checkpoints that match a filter.
 
         Args:
@@ -52,7 +55,7 @@ class Searches:
         with self._database.reading() as c:
             return search.count_checkpoints(c, where, stamps.now(), deleted=deleted) or 0
 
-    def count_few(self, where: str = "", *, deleted: bool = False) -> int | None:
+    def count_few(self, where: str | Node = "", *, deleted: bool = False) -> int | None:
         """As `count`, but None if more than 10,000 checkpoints would have to be tested."""
         with self._database.reading() as c:
             return search.count_checkpoints(c, where, stamps.now(), deleted=deleted, most=10_000)
@@ -68,7 +71,7 @@ class Searches:
         with self._database.reading() as c:
             read_filter(c, where)
 
-    def facets(self, where: str = "", *, most: int = 1000) -> dict[str, dict[str, int]]:
+    def facets(self, where: str | Node = "", *, most: int = 1000) -> dict[str, dict[str, int]]:
         """How many of the newest checkpoints that match have each run, kind and tag, the most frequent first.
 
         Args:
@@ -81,7 +84,7 @@ class Searches:
             return search.count_values(c, serials)
 
     def series(
-        self, metrics: Mapping[str, str], where: str = "", *, most: int = 40
+        self, metrics: Mapping[str, str], where: str | Node = "", *, most: int = 40
     ) -> dict[str, list[tuple[int, float]]]:
         """The values of one metric of each run, at its last steps.
 
@@ -97,7 +100,7 @@ class Searches:
         with self._database.reading() as c:
             return search.find_series(c, metrics, where, stamps.now(), most=most)
 
-    def lines(self, where: str = "") -> list[LineEntry]:
+    def lines(self, where: str | Node = "") -> list[LineEntry]:
         """Find the lines of all runs (docs/catalog.md), by run."""
         with self._database.reading() as c:
             lines = search.find_lines(c, where, stamps.now())

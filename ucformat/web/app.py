@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -20,7 +21,7 @@ from ucformat.errors import (
     UpgradeNeeded,
     UsageError,
 )
-from ucformat.web.access import Gate
+from ucformat.web.access import Gate, access_of
 from ucformat.web.hub import hub_routes
 from ucformat.web.library import NoFile, NoRepository, NoRevision
 from ucformat.web.pages import error_page, page_routes
@@ -75,24 +76,26 @@ def make_app(
             *hub_routes(library),
         ],
         middleware=[Middleware(Gate, tokens=tokens, open_to_all=open_to_all)],
-        exception_handlers={UcformatError: _failed},
+        exception_handlers={UcformatError: partial(_failed, library)},
     )
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """Tell a client what happened."""
+async def _failed(library: Library, request: Request, error: Exception) -> Response:
+    """Tell a client what happened, as far as it may know."""
     assert isinstance(error, UcformatError)  # noqa: S101 - it handles no others
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
-    if status >= 500:
+    told = library.told(error, access_of(request))
+    if status >= 500 or told["message"] != error.message:
         _log.error("%s %r: %s", request.method, request.url.path, error)
-    page = error_page(request, error, status)
+    page = error_page(request, told, status)
     if page is not None:
         return page
-    message = "".join(c if " " <= c <= "~" else "?" if c > "~" else " " for c in error.message)
+    text = str(told["message"])
+    message = "".join(c if " " <= c <= "~" else "?" if c > "~" else " " for c in text)
     headers = {"x-error-message": message[:_MAX_MESSAGE]}
     if type(error) in _CODES:
         headers["x-error-code"] = _CODES[type(error)]
-    return JSONResponse({"error": error.message, "hint": error.hint}, status, headers)
+    return JSONResponse({"error": text, "hint": told["hint"]}, status, headers)
 
 
 class _Server(uvicorn.Server):

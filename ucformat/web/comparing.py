@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.as_json import instant
 from ucformat.catalog.diff import MISSING
-from ucformat.errors import NotFound, UsageError
-from ucformat.web.library import quoted
+from ucformat.errors import UsageError
+from ucformat.web.library import NoRepository, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ def run_data(library: Library, access: Access, name: str) -> dict[str, Any]:
     """The data of the page of a run."""
     entries = library.entries(access, f"run = {quoted(name)}", limit=_STEPS + 1)
     if not entries:
-        raise NotFound(f"there is no run {name!r}")
+        raise NoRepository(f"there is no run {name!r}")
     more = len(entries) > _STEPS
     shown = sorted(entries[:_STEPS], key=lambda e: (-1 if e.step is None else e.step, e.created))
     metrics: dict[str, list[list[float]]] = {}
@@ -62,7 +62,7 @@ def run_of(library: Library, access: Access, checkpoint: str) -> str:
     """The run of a checkpoint, for names that are too long for an address."""
     entry = library.entry(checkpoint, access)
     if entry.run is None:
-        raise NotFound(f"{entry.name} is of no run")
+        raise NoRepository(f"{entry.id} is of no run")
     return entry.run
 
 
@@ -81,8 +81,8 @@ def compare_data(library: Library, access: Access, refs: Sequence[str]) -> dict[
     diff = library.catalog.diff(a.id, b.id)
     changed = [c for c in diff.tensors.changed if c.aspects != ("digest",)]
     return {
-        "a": _side(diff.a),
-        "b": _side(diff.b),
+        "a": _side(library.shown(diff.a, access)),
+        "b": _side(library.shown(diff.b, access)),
         "equal": diff.equal,
         **{
             part: [_change(c) for c in getattr(diff, part)[:_VALUES]]

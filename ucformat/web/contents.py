@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog import find_dependents
 from ucformat.catalog.as_json import data_of, entry_data
-from ucformat.errors import NotFound, UcformatError
+from ucformat.errors import UcformatError
 from ucformat.geometry.tensor import TensorInfo
-from ucformat.web.library import quoted
+from ucformat.web.library import NoFile, quoted, reasons
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,8 @@ class Opened:
     """A checkpoint that a page is about.
 
     Attributes:
-        entry: what the catalog has of it; None of a given place.
+        entry: what the client may know of what the catalog has of it; None of a given place.
+        urls: its places, whatever the client may know.
         checkpoint: the opened one; None if it cannot be opened.
         problem: why it cannot.
     """
@@ -37,16 +38,18 @@ class Opened:
     def __init__(self, library: Library, access: Access, ref: str) -> None:
         self.library, self.access = library, access
         self.entry: Entry | None = None
+        self.urls: tuple[str, ...] = ()
         self.checkpoint: Checkpoint | None = None
         self.problem: dict[str, Any] | None = None
         if ref in library.visible_places(access):
             self.checkpoint = library.reference(ref, access).checkpoint
             return
-        self.entry = library.entry(ref, access)
+        entry = library.entry(ref, access)
+        self.entry, self.urls = library.shown(entry, access), entry.urls
         try:
-            self.checkpoint = library.open(self.entry).checkpoint
+            self.checkpoint = library.open(entry).checkpoint
         except UcformatError as error:
-            self.problem = {"message": error.message, "hint": error.hint}
+            self.problem = library.told(error, access)
 
     def infos(self) -> Sequence[TensorInfo]:
         """Its tensors; of one that cannot be opened, as the catalog has them."""
@@ -69,14 +72,14 @@ def checkpoint_data(library: Library, access: Access, ref: str) -> dict[str, Any
         "name": ref if entry is None else entry.name,
         "entry": None if entry is None else entry_data(entry),
         "problem": opened.problem,
-        "origin": None if ck is None else _origin(ck),
+        "origin": None if ck is None else _origin(ck, limited=library.is_limited(access)),
         "states": _states(infos),
         "parameters": _parameters(infos),
         "tree": branches(infos, ""),
         "storage": None if ck is None or library.is_limited(access) else _storage(ck),
         "events": [] if catalog is None or library.is_limited(access) else _events(catalog, entry),
         "lineage": None if catalog is None else _lineage(library, access, entry),
-        "protections": [] if catalog is None else _protections(library, access, entry),
+        "protections": [] if catalog is None else _protections(opened),
     }
 
 
@@ -87,23 +90,21 @@ def tree_data(library: Library, access: Access, ref: str, prefix: str) -> dict[s
     name = ref if opened.entry is None else opened.entry.name
     tree = branches(opened.infos(), prefix)
     if not tree["nodes"]:
-        raise NotFound(f"{name} has no parameter below {prefix!r}")
+        raise NoFile(f"{name} has no parameter below {prefix!r}")
     return {"ref": shown, "name": name, "tree": tree}
 
 
-def _origin(ck: Checkpoint) -> dict[str, Any]:
+def _origin(ck: Checkpoint, *, limited: bool) -> dict[str, Any]:
     """What wrote it, and in which layout."""
     metadata = ck.metadata
     return {
         "kind": ck.kind,
-        "url": ck.url,
+        "url": None if limited else ck.url,
         "step": metadata.step,
         "engine": dict(metadata.engine),
         "layout": dict(metadata.layout),
         "tied": dict(ck.aliases),
-        "unreadable": [
-            {"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()
-        ],
+        "unreadable": reasons(ck, limited=limited),
         "objects": list(ck.objects),
         "assets": list(ck.assets),
     }
@@ -233,24 +234,27 @@ def _visible(
         return dict(nodes)
     ids = [node["id"] for node in list(nodes.values())[: 10 * _NODES] if node["id"] is not None]
     among = f"id in ({', '.join(map(quoted, ids))})"
-    seen = {entry.id for entry in library.entries(access, among)}
-    return {key: node for key, node in nodes.items() if node["id"] in seen}
+    seen = {entry.id: entry.name for entry in library.entries(access, among)} if ids else {}
+    return {
+        key: node | {"name": seen[node["id"]]} for key, node in nodes.items() if node["id"] in seen
+    }
 
 
-def _protections(library: Library, access: Access, entry: Entry | None) -> list[str]:
+def _protections(opened: Opened) -> list[str]:
     """What keeps it from being deleted; others that need it are not named to whom may not see all."""
     from ucformat.catalog.retention import needed_by
 
+    library, entry, urls = opened.library, opened.entry, opened.urls
+    limited = library.is_limited(opened.access)
     assert library.catalog is not None  # noqa: S101 - it has the entry
     assert entry is not None  # noqa: S101 - there is a catalog for it
-    texts = [
-        text for url in entry.urls or ("",) for text in library.catalog.protections(entry.id, url)
-    ]
+    texts = [text for url in urls or ("",) for text in library.catalog.protections(entry.id, url)]
     try:  # of increments, and of other catalogs' checkpoints, there are records beside the files
-        dependents = find_dependents({entry.id: entry.urls})
+        dependents = find_dependents({entry.id: urls})
         texts += needed_by(sorted(dependents.get(entry.id, ())))
     except UcformatError as error:
-        texts.append(f"whether others need it is not known: {error.message}")
-    if library.is_limited(access):
+        why = "" if limited else f": {error.message}"
+        texts.append(f"whether others need it is not known{why}")
+    if limited:
         texts = [f"{_NEEDED}others" if text.startswith(_NEEDED) else text for text in texts]
     return list(dict.fromkeys(texts))

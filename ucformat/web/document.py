@@ -11,12 +11,12 @@ from ucformat.catalog.as_json import entry_data
 from ucformat.errors import Conflict
 from ucformat.reading.readable import path_to_json
 from ucformat.schema.values import dumps
-from ucformat.web.library import NoFile
+from ucformat.web.library import NoFile, reasons
 from ucformat.web.tensors import content_of_bytes, content_of_tensor
 
 if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.web.library import Served
+    from ucformat.web.library import Access, Library, Served
     from ucformat.web.streaming import Content
 
 #: The version of the document; its first member, by which readers recognise it.
@@ -33,8 +33,8 @@ class Json(Response):
         return dumps(content).encode()
 
 
-def described(served: Served, ref: str) -> dict[str, Any]:
-    """The document of an opened checkpoint.
+def described(served: Served, ref: str, library: Library, access: Access) -> dict[str, Any]:
+    """The document of an opened checkpoint, as a client may see it.
 
     Args:
         ref: the reference or place under which it was found.
@@ -82,16 +82,15 @@ def described(served: Served, ref: str) -> dict[str, Any]:
         ],
         "objects": dict(ck.objects),
         "assets": {name: {"file": file_of_asset(name)} for name in ck.assets},
-        "unreadable": [
-            {"name": key.name, "state": key.state, "reason": reason}
-            for key, reason in ck.unreadable.items()
-        ],
+        "unreadable": reasons(ck, limited=library.is_limited(access)),
         "lossy": [
             {"name": key.name, "state": key.state, **loss._asdict()}
             for key, loss in ck.lossy.items()
         ],
         "missing": [*ck.missing, *(f"{name}, a value of each rank" for name in ck.per_rank)],
-        "catalog": None if served.entry is None else entry_data(served.entry),
+        "catalog": None
+        if served.entry is None
+        else entry_data(library.shown(served.entry, access)),
     }
 
 

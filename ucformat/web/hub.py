@@ -177,8 +177,9 @@ class _Hub:
     def _commits(self, request: Request, repository: str, revision: str, _: list[str]) -> Response:
         access = access_of(request)
         served = self.library.revision(repository, revision, access)
-        entries: list[Entry | None] = [*self.library.revisions(repository, access)]
-        entries = entries or [served.entry]
+        entries = self.library.revisions(repository, access)
+        if not entries and served.entry is not None:
+            entries = [self.library.shown(served.entry, access)]
         return JSONResponse(
             [
                 {
@@ -189,7 +190,6 @@ class _Hub:
                     "authors": [],
                 }
                 for entry in entries
-                if entry is not None
             ]
         )
 
@@ -233,7 +233,7 @@ async def _asked_paths(request: Request) -> list[str] | None:
     if request.headers.get("content-type", "").startswith("application/json"):
         try:
             document = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UsageError("the body of the request is not JSON") from None
         paths = document.get("paths") if isinstance(document, dict) else None
     else:

@@ -13,11 +13,11 @@ import threading
 import time
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-from ucformat.errors import Conflict, NotFound, UnsupportedError, UsageError
+from ucformat.errors import Conflict, NotFound, TensorNotFound, UnsupportedError, UsageError
 from ucformat.format.digest import bytes_digest, document_digest
 from ucformat.jobs.bands import FileRanges
 from ucformat.jobs.export import plan_export
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
+    from ucformat.catalog.filter.syntax import Node
     from ucformat.checkpoint import Checkpoint
+    from ucformat.errors import UcformatError
     from ucformat.exporters.base import TargetFile
     from ucformat.views.document import Steps
     from ucformat.zarr_store.store import CheckpointStore
@@ -44,7 +46,14 @@ _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 #: Part of every commit; to be raised when the same checkpoint is presented by other files.
 _PRESENTATION = 1
+#: What is told instead of a problem that may name files.
+_WITHHELD = "its files cannot be read as they should be; who runs the server is told more"
+#: Members of a certificate that cannot name files.
+_CERTIFIED = ("id", "step", "created", "verdict", "layout", "values", "left", "counts")
+_NO_TENSOR = "the checkpoint has no such tensor, or not in this state"
 _OPEN = 32  # checkpoints that stay open
+#: An absolute path, or a URL, in a message.
+_PATH = re.compile(r"(?<![\w.])(?:~?/|[A-Za-z][\w+.-]{0,20}://)\S", re.ASCII)
 _FRESH = 5.0  # seconds for which a place without a catalog is not opened again
 
 
@@ -190,35 +199,80 @@ class Library:
         self._lock = threading.Lock()
 
     def entries(self, access: Access, where: str = "", **options: Any) -> list[Entry]:
-        """Find the checkpoints that match a filter, among those that a client may see.
+        """Find the checkpoints that match a filter, among those that a client may see, as it may see them.
 
         Args:
             options: those of `Catalog.find`.
         """
+        return [self.shown(entry, access) for entry in self._entries(access, where, **options)]
+
+    def _entries(self, access: Access, where: str = "", **options: Any) -> list[Entry]:
+        """As `entries`, with all that the catalog has of them."""
+        from ucformat.catalog.filter.parse import parse_sort
+        from ucformat.catalog.search import NEWEST as NEWEST_FIRST
+
         if self.catalog is None:
             return []
+        sort = options.get("sort", NEWEST_FIRST)
+        if self.is_limited(access) and sort != NEWEST_FIRST:
+            options["sort"] = parse_sort(sort)
         return self.catalog.find(self.within(access, where), **options)
 
-    def within(self, access: Access, where: str = "") -> str:
+    def within(self, access: Access, where: str = "") -> str | Node:
         """A filter that is met by what meets a condition and may be seen by a client.
 
-        Raises:
-            UsageError: the condition is no filter; a part of one, such as `step > 1) or (step > 0`,
-                would lead out of the scope. The hint offers a client with a scope no names, which
-                may be of checkpoints that it may not see.
-        """
-        from ucformat.catalog.filter.parse import parse
+        To whom may not see all, a metric that no checkpoint has is one that none in sight has: its
+        values are unknown, and no error tells that others have it.
 
-        if where.strip() and self.catalog is not None:
-            try:
-                self.catalog.check_filter(where)
-            except UsageError as error:
-                if self.is_limited(access):
-                    parse(where)
-                    raise UsageError(error.message) from None
-                raise
-        conditions = (self._runs, access.scope, where.strip())
-        return " and ".join(f"({text})" for text in conditions if text)
+        Raises:
+            UsageError: the condition is no filter, such as `step > 1) or (step > 0`, which would
+                lead out of the scope.
+        """
+        if not self.is_limited(access):
+            return where
+        from ucformat.catalog.filter.check import used_keys
+        from ucformat.catalog.filter.parse import parse
+        from ucformat.catalog.filter.syntax import And, operands
+
+        nodes = [_parsed(text) for text in (self._runs, access.scope) if text]
+        if where.strip():
+            nodes.append(parse(where))
+            if "url" in used_keys(nodes[-1]):
+                raise UsageError("this server does not tell where files are, nor filters by it")
+        # flat, so that a scope takes no depth away
+        parts = tuple(part for node in nodes for part in operands(node))
+        return parts[0] if len(parts) == 1 else And(parts)
+
+    def shown(self, entry: Entry, access: Access) -> Entry:
+        """What a client may know of a checkpoint that it sees: where the files are only if it may see all."""
+        if not self.is_limited(access):
+            return entry
+        verified, certified = entry.verified, entry.certified
+        if verified is not None:
+            problems = (_WITHHELD,) if verified.problems else ()
+            verified = replace(verified, url="", problems=problems)
+        if certified is not None:
+            document = {k: v for k, v in certified.document.items() if k in _CERTIFIED}
+            certified = replace(certified, url="", document=document)
+        return replace(
+            entry,
+            urls=(),
+            launch=None,
+            family=None,
+            continues={},
+            verified=verified,
+            certified=certified,
+        )
+
+    def told(self, error: UcformatError, access: Access) -> dict[str, str | None]:
+        """What a client may know of an error: message and hint, unless they may tell where files are."""
+        ours = (UsageError, UnsupportedError, TensorNotFound, NoRepository, NoRevision, NoFile)
+        if self.is_limited(access) and (
+            not isinstance(error, ours) or _PATH.search(f"{error.message} {error.hint}")
+        ):
+            absent = isinstance(error, TensorNotFound)
+            return {"message": _NO_TENSOR if absent else _WITHHELD, "hint": None}
+        return {"message": error.message, "hint": error.hint}
 
     # --- looking up
 
@@ -260,22 +314,62 @@ class Library:
         return [name for name in self.places if self._has_place(name, access)]
 
     def entry(self, ref: str, access: Access) -> Entry:
-        """What the catalog has of a reference; a place is none, so no client chooses paths."""
+        """What the catalog has of a reference; a place is none, so no client chooses paths.
+
+        Raises:
+            NoRepository: there is none. Whom may not see all is not told more, since hints and
+                ambiguities may be of hidden checkpoints.
+        """
         from ucformat.catalog.refs import parse_ref
 
-        if self.catalog is None or parse_ref(ref).place is not None:
-            raise NoRepository(f"there is no checkpoint {ref!r}")
-        try:
-            entry = self.catalog.get(ref)
-        except NotFound as error:
-            raise NoRepository(f"there is no checkpoint {ref!r}", hint=error.hint) from None
-        if entry.state != "committed" or not self.may_see(entry, access):
-            raise NoRepository(f"there is no checkpoint {ref!r}")
+        missing = NoRepository(f"there is no checkpoint {ref!r}")
+        if self.is_limited(access):
+            entry = self._entry_in_sight(ref, access)
+            if entry is None:
+                raise missing
+        else:
+            if self.catalog is None or parse_ref(ref).place is not None:
+                raise missing
+            try:
+                entry = self.catalog.get(ref)
+            except NotFound as error:
+                raise NoRepository(missing.message, hint=error.hint) from None
+        if entry.state != "committed":
+            raise missing
         return entry
 
-    def may_see(self, entry: Entry, access: Access) -> bool:
-        """Whether a client may see a checkpoint."""
-        return bool(self.entries(access, f"id = {quoted(entry.id)}", limit=1))
+    def _entry_in_sight(self, ref: str, access: Access) -> Entry | None:
+        """The checkpoint of a reference, as if there were only those that a client may see."""
+        from ucformat.catalog.refs import parse_ref
+
+        try:
+            parsed = parse_ref(ref)
+        except UsageError:
+            return None
+        places = (parsed.place, parsed.folder, parsed.launch)
+        if self.catalog is None or any(place is not None for place in places):
+            return None
+        with suppress(NotFound, UsageError):
+            entry = self.catalog.get(ref)
+            if self._entries(access, f"id = {quoted(entry.id)}", limit=1):
+                return entry
+        entries: list[Entry] = []
+        if parsed.id is not None:
+            entries = self._entries(access, f"id like {quoted(parsed.id + '%')}", limit=2)
+        elif parsed.run is not None:
+            run = f"run = {quoted(parsed.run)}"
+            if parsed.at == "latest":
+                where = self.within(access, f"{run} and step is not null")
+                entries = [line.head for line in self.catalog.lines(where)]
+            elif isinstance(parsed.at, int):
+                entries = self._entries(access, f"{run} and step = {parsed.at}", limit=100)
+                entries = [e for e in entries if e.kind == "ucformat"] or entries
+            else:
+                own = quoted(f"{parsed.run}/{parsed.at}")
+                entries = self._entries(access, f"alias = {own}", limit=1) or self._entries(
+                    access, f"{run} and alias = {quoted(str(parsed.at))}", limit=1
+                )
+        return entries[0] if len(entries) == 1 else None
 
     def _find(self, repository: str, revision: str, access: Access) -> Entry:
         """The checkpoint of a revision: `repository` is a run, else an alias or an id."""
@@ -288,7 +382,8 @@ class Library:
         elif _COMMIT.fullmatch(revision):
             # of most ids it is the beginning
             entry = self._first((revision[:32],), access)
-            entries = self.revisions(repository, access) if entry is None else [entry]
+            in_run = f"run = {quoted(repository)}"
+            entries = self._entries(access, in_run, limit=1000) if entry is None else [entry]
             chosen = next((e for e in entries if self.commit(e)[:32] == revision[:32]), None)
         else:
             at = "latest" if revision in NEWEST else revision
@@ -339,6 +434,7 @@ class Library:
                     self._presented(checkpoint), self._commit(entry.id), entry, self.presentation
                 )
             with self._lock:
+                served.entry = entry  # of which the catalog may have more by now
                 self._served[entry.id] = served
                 self._served.move_to_end(entry.id)
                 while len(self._served) > _OPEN:
@@ -382,6 +478,21 @@ class Library:
         if not _ID.fullmatch(identity):
             identity = document_digest(identity).rpartition(":")[2][:32]
         return identity + self._digest
+
+
+def reasons(ck: Checkpoint, *, limited: bool) -> list[dict[str, str]]:
+    """The tensors that cannot be read, and why; to whom may not know where files are, without what may name these."""
+    return [
+        {"name": key.name, "state": key.state, "reason": _WITHHELD if limited else reason}
+        for key, reason in ck.unreadable.items()
+    ]
+
+
+@cache
+def _parsed(scope: str) -> Node:
+    from ucformat.catalog.filter.parse import parse
+
+    return parse(scope)
 
 
 def quoted(text: str) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: Rows of a page.
 PAGE = 50
 _MOST_OFFSET = 1_000_000
+_DIGITS = 30
 _COUNTED = 200  # the newest, among which values are counted
 _SAMPLED = 100  # the newest, whose metrics and configurations are offered
 _OFFERED = 40
@@ -80,7 +81,9 @@ def list_data(library: Library, access: Access, asked: Mapping[str, str]) -> dic
 
 
 def _offset(text: str) -> int:
-    return min(int(text), _MOST_OFFSET) if text.isascii() and text.isdecimal() else 0
+    is_number = text.isascii() and text.isdecimal()
+    # few digits: Python refuses to convert thousands of them
+    return min(int(text[:_DIGITS]), _MOST_OFFSET) if is_number else 0
 
 
 def _default(entries: Sequence[Entry]) -> list[Column]:
@@ -137,6 +140,10 @@ def _names(library: Library, access: Access) -> Iterator[str]:
         frozenset(path for e in newest for path in paths_of(e.config)),
     )
     yield from (
-        k.name for k in KEYS if k.kind is not None and not k.name.endswith(("NAME", "PATH"))
+        k.name
+        for k in KEYS
+        if k.kind is not None
+        and not k.name.endswith(("NAME", "PATH"))
+        and not (k.name == "url" and library.is_limited(access))
     )
     yield from seen.spelled()

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from ucformat.errors import UcformatError
     from ucformat.web.library import Access, Library
 
     Data = dict[str, Any]
@@ -310,11 +309,10 @@ async def _answer(
     return await in_thread(render)
 
 
-def error_page(request: Request, error: UcformatError, status: int) -> Response | None:
+def error_page(request: Request, shown: Mapping[str, str | None], status: int) -> Response | None:
     """The answer to a request for a page that failed; None if it was for something else."""
     if not request.scope.get("state", {}).get("is_page"):
         return None
-    shown = {"message": error.message, "hint": error.hint}
     return _page("error.html", {"error": shown, "status": status, "twin": ""}, status)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from html import escape
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -10,7 +11,7 @@ from starlette.responses import HTMLResponse
 
 from ucformat.catalog.as_json import entry_data
 from ucformat.catalog.search import NEWEST
-from ucformat.errors import UsageError
+from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.layout import Layout
 from ucformat.reading.indexing import parse_slice
 from ucformat.reading.rank import plan_data
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _MAX_LIMIT = 1000
 _MAX_NUMBER = 999_999_999
 _MAX_RANKS = 1 << 20
+_MAX_CHUNKS = 10_000  # that are listed
 _BYTES = "application/octet-stream"
 _HTML = "text/html"
 
@@ -199,7 +201,7 @@ class _Plane:
         def look_up() -> tuple[Served, Content]:
             ref = call.path["ref"]
             served = self.library.reference(ref, call.access)
-            data = dumps(described(served, ref)).encode()
+            data = dumps(described(served, ref, self.library, call.access)).encode()
             return served, content_of_bytes(data, served.checkpoint)
 
         return self._sent(*await in_thread(look_up))
@@ -243,7 +245,7 @@ class _Plane:
         if content is not None:
             return self._sent(served, content)
         folder = key.strip("/")
-        names = [name async for name in served.arrays.list_dir(folder)]
+        names = await in_thread(_children, served, folder)
         if not names:
             raise NoFile(f"{call.path['ref']} has no array, and no chunk, at {key!r}")
         path = call.request.scope.get("root_path", "") + "/".join(
@@ -302,6 +304,27 @@ class _Plane:
             {"x-ucformat-id": served.checkpoint.id, **(headers or {})},
             lambda _: self.library.forget(served),
         )
+
+
+def _children(served: Served, folder: str) -> list[str]:
+    """The names in a folder of arrays.
+
+    Raises:
+        UnsupportedError: they are chunks, and too many for a page.
+    """
+
+    async def listed() -> list[str]:
+        names: list[str] = []
+        async for name in served.arrays.list_dir(folder):
+            names.append(name)
+            if len(names) > _MAX_CHUNKS and folder.count("/") > 1:  # below an array
+                raise UnsupportedError(
+                    f"there are more than {_MAX_CHUNKS:,} chunks here",
+                    hint="ask for the chunks, whose numbers follow from the shapes in zarr.json",
+                )
+        return names
+
+    return asyncio.run(listed())
 
 
 def _planned(served: Served, call: Call) -> tuple[Checkpoint, ReadPlan]:

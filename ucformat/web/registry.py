@@ -29,6 +29,7 @@ from ucformat.storage.wrappers import check_unchanged
 from ucformat.web.access import access_of
 from ucformat.web.blocking import in_thread
 from ucformat.web.hub import content_of, raw_path
+from ucformat.web.library import NoRepository, NoRevision
 from ucformat.web.streaming import RangeResponse
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class _Registry:
             body = {"errors": [{"code": error.code, "message": error.message}]}
             headers = {"retry-after": "30"} if error.status == 503 else {}
             return JSONResponse(body, error.status, headers)
-        except NotFound as error:
+        except (NoRepository, NoRevision) as error:
             body = {"errors": [{"code": "NAME_UNKNOWN", "message": error.message}]}
             return JSONResponse(body, 404)
 

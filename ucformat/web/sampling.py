@@ -73,7 +73,7 @@ def tensor_data(
         try:
             data["ranks"], pieces = _ranks(ck, info, layout)
         except UcformatError as error:
-            data["error"] = {"message": error.message, "hint": error.hint}
+            data["error"] = library.told(error, access)
     if info.size:
         data["picture"] = _picture(info.shape, chunks.boxes, pieces)
     return data
