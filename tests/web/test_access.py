@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -15,7 +18,7 @@ import pytest
 
 import ucformat
 from tests.exporters.sources import opened, zero3
-from tests.web.serving import serving
+from tests.web.serving import Client, serving
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import UsageError
 from ucformat.settings import using
@@ -150,10 +153,24 @@ def test_only_some_runs_are_served(catalog: Catalog) -> None:
 )
 def test_no_client_names_a_path(catalog: Catalog, tmp_path: Path, name: str) -> None:
     with serving(catalog) as ask:
-        assert ask(f"/{name}/resolve/main/model.safetensors").status == 404
-        assert ask(f"/api/models/{name}").status == 404
         place = str(tmp_path / "a" / "1").replace("/", "%2F")
-        assert ask(f"/{place}/resolve/main/model.safetensors").status == 404
+        for asked in (name, place):
+            for path in (
+                f"/{asked}/resolve/main/model.safetensors",
+                f"/api/models/{asked}",
+                f"/v2/{asked}/tags/list",
+                f"/v1/{asked}",
+                f"/v1/{asked}/tensor/w",
+                f"/v1/{asked}/zarr/zarr.json",
+                f"/v1/{asked}/files/0/tensors",
+                f"/ui/checkpoint.json/?ref={asked}",
+                f"/ui/tree.json/?ref={asked}",
+                f"/ui/tensor.json/?ref={asked}&name=w",
+                f"/ui/run.json/?checkpoint={asked}",
+                f"/ui/run.json/?ref={asked}",
+                f"/ui/compare.json?a={asked}&b={asked}",
+            ):
+                assert ask(path).status == 404, path
 
 
 def test_nothing_is_written(catalog: Catalog) -> None:
@@ -167,10 +184,43 @@ def test_nothing_is_written(catalog: Catalog) -> None:
         assert ask("/api/models/a/preupload/main", "POST", b"{}").status in (404, 405)
 
 
+def test_a_deep_document_is_refused(catalog: Catalog) -> None:
+    with serving(catalog) as ask:
+        body = b"[" * 100_000
+        answer = ask("/api/models/a/paths-info/main", "POST", body, content_type="application/json")
+        assert (answer.status, json.loads(answer.body)["error"][-8:]) == (400, "not JSON")
+
+
+def test_each_request_is_logged(tmp_path: Path) -> None:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("UCP_")}
+    environ["UCP_CATALOG"] = f"sqlite:///{tmp_path}/c.db"
+    Catalog(environ["UCP_CATALOG"]).close()
+    for quiet in ((), ("--quiet",)):
+        words = [sys.executable, "-m", "ucformat.cli", "serve", "--port", "0", *quiet]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, env=environ, stdout=pipe, stderr=pipe, text=True) as server:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[0]
+            assert Client(url)("/api/models/none%0A").status == 404
+            server.terminate()
+            _, told = server.communicate(timeout=60)
+        lines = [line for line in told.splitlines() if "local GET" in line]
+        assert len(lines) == (0 if quiet else 1), told
+        assert all("'/api/models/none\\n' 404" in line for line in lines)
+
+
 def test_a_page_of_a_stranger_cannot_ask(catalog: Catalog) -> None:
     with serving(catalog) as ask:
         assert ask("/api/models", Host="evil.example:8400").status == 421
-        assert ask("/api/models", Host="localhost:8400").status == 200
+        assert ask("/api/models", Host="127.0.0.1.evil.example").status == 421
+        for host in ("localhost:8400", "127.0.0.2:8400", "[::1]:8400", "LOCALHOST"):
+            assert ask("/api/models", Host=host).status == 200
+
+
+def test_a_slow_rate_admits(catalog: Catalog) -> None:
+    with serving(catalog, tokens=[token("slow", rate=0.01)]) as ask:
+        statuses = [ask("/api/models", **bearer("slow")).status for _ in range(2)]
+        assert statuses == [200, 429]
 
 
 def test_a_rate(catalog: Catalog) -> None:
@@ -190,11 +240,24 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     (loaded,) = load_tokens(str(file))
     assert (loaded.name, loaded.sha256, loaded.scope) == ("n", digest, "run = 'a'")
     assert (loaded.expires, loaded.rate) == (1798761600, 2)
+    begun = f"[[token]]\nname = 'n'\nsha256 = '{digest}'\n"
     for text, message in (
         ("[[token]]\nsha256 = ''", "needs a name"),
         ("[[token]]\nname = 'n'\nsha256 = 'secret'", "needs `sha256`"),
         (f"[[token]]\nname = 'n'\nsha256 = '{digest}'\nscope = ''", "'scope'"),
         (f"[[token]]\nname = 'n'\nsha256 = '{digest}'\nwhere = 'run ='", "too early"),
+        (f"{begun}where = 3", "'n' needs a filter"),
+        (f"{begun}where = '{'not (' * 31}step = 1 or step = 2{')' * 31}'", "nests"),
+        (f"{begun}expires = 2027-01-01", "'n' needs a time"),
+        (f"{begun}expires = 2027-01-01T00:00:00", "'n' needs a time"),
+        (f"{begun}expires = '2027-01-01'", "'n' needs a time"),
+        (f"{begun}expires = 1", "'n' needs a time"),
+        (f"{begun}rate = '5'", "'n' needs a number"),
+        (f"{begun}rate = 0", "'n' needs a number"),
+        (f"{begun}rate = nan", "'n' needs a number"),
+        (f"{begun}rate = true", "'n' needs a number"),
+        ("token = 3", "no token"),
+        ("token = ['n']", "no token"),
         ("[", "tokens.toml"),
         ("", "no token"),
     ):

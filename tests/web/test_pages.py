@@ -42,10 +42,11 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
         closing(Catalog(f"sqlite:///{folder}/c.db")) as catalog,
     ):
         patch.setattr("ucformat.catalog.catalog.on_change", [])
+        config = {"optimizer": {"lr": 0.1}, "layers": [4, 8]}
         for n in range(60):
             loss = float("nan") if n == 3 else 4 / (n + 1)
             metrics = {"loss": loss, "eval/bleu": float(n)}
-            put(catalog, n, metrics=metrics, config={"optimizer": {"lr": 0.1}})
+            put(catalog, n, metrics=metrics, config=config)
         for n, run in enumerate((HOSTILE, MARKS, LONG)):
             put(catalog, 100 + n, run=run, step=1, metrics={f"{HOSTILE}loss": 1.0})
         catalog.tag("run7@4", "good", "published")
@@ -97,7 +98,10 @@ def test_a_filter_is_narrowed_and_ordered(catalog: Catalog) -> None:
         _, data = both(ask, narrower, narrower.replace("/ui/?", "/ui/list.json?"))
         assert data["where"] == "metric.loss < 1 and tag = 'good'"
         assert [c["name"] for c in data["checkpoints"]] == ["run7@4"]
-        for offset in ("-1", "x", "9" * 30, "\u0663"):
+        columns = f"config.layers.{'1' * 5000},config.layers.1"
+        answer = ask(f"/ui/list.json?{urlencode({'columns': columns})}")
+        assert json.loads(answer.body)["checkpoints"][-1]["cells"] == ["-", "8"]
+        for offset in ("-1", "x", "9" * 30, "9" * 5000, "\u0663"):
             assert ask(f"/ui/list.json?{urlencode({'offset': offset})}").status == 200
 
 

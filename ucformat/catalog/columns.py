@@ -130,7 +130,9 @@ def _reach(value: Any, path: Sequence[str]) -> Any:
     """The value at a path; None if there is none."""
     for part in path:
         if isinstance(value, list):
-            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
+            # no list has an index of more digits, which Python may refuse to convert
+            index = int(part) if part.isdecimal() and len(part) < 20 else len(value)
+            value = value[index] if index < len(value) else None
         else:
             value = value.get(part) if isinstance(value, dict) else None
     return value

@@ -7,10 +7,12 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import math
 import re
 import time
 import tomllib
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,12 +63,15 @@ def load_tokens(path: str) -> list[Token]:
 
     try:
         tables = tomllib.loads(Path(path).read_text()).get("token", [])
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"{path}: {error}", hint="docs/guides/serve.md shows such a file"
         ) from None
-    if not tables:
-        raise UsageError(f"{path} has no token", hint="docs/guides/serve.md shows such a file")
+    if not tables or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+        raise UsageError(
+            f"{path} has no token, which is a table [[token]]",
+            hint="docs/guides/serve.md shows such a file",
+        )
     tokens = []
     for number, table in enumerate(tables, 1):
         unknown = set(table) - {"name", "sha256", "where", "expires", "rate"}
@@ -78,17 +83,32 @@ def load_tokens(path: str) -> list[Token]:
                 f"{path}: token {table['name']!r} needs `sha256`, the hexadecimal digest of the token",
                 hint="printf %s TOKEN | sha256sum",
             )
+        whose = f"{path}: token {table['name']!r}"
         scope = table.get("where", "")
+        if not isinstance(scope, str):
+            raise UsageError(f"{whose} needs a filter as `where`, a text")
         if scope:
             parse(scope)
-        expires = table.get("expires")
+            parse(f"({scope}) and id = ''")  # there is room for conditions
+        expires, rate = table.get("expires"), table.get("rate")
+        if expires is not None and not (isinstance(expires, datetime) and expires.tzinfo):
+            raise UsageError(
+                f"{whose} needs a time with its zone as `expires`, without quotes",
+                hint="write expires = 2027-01-01T00:00:00Z",
+            )
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if rate is not None and not (is_number and 0 < rate < math.inf):
+            raise UsageError(
+                f"{whose} needs a number above 0 as `rate`, of requests in a second",
+                hint="write rate = 50, or rate = 0.1 for one in ten seconds",
+            )
         tokens.append(
             Token(
                 table["name"],
                 table["sha256"],
                 scope,
                 None if expires is None else expires.timestamp(),
-                table.get("rate"),
+                rate,
             )
         )
     return tokens
@@ -182,8 +202,9 @@ class Gate:
             return JSONResponse({"error": "the query is too long"}, 414)
         if int(headers.get("content-length", "0") or 0) > _MAX_BODY:
             return JSONResponse({"error": "the request is too large"}, 413)
-        host = re.sub(r":\d+$", "", headers.get("host", ""))
-        if not self.tokens and not self.open_to_all and host.lower() not in self.hosts:
+        host = re.sub(r":\d+$", "", headers.get("host", "")).lower()
+        ours = host in self.hosts or is_loopback(host)
+        if not self.tokens and not self.open_to_all and not ours:
             return JSONResponse({"error": "this server has another name"}, 421)
         return None
 
@@ -210,7 +231,7 @@ class Gate:
         if access.rate is None:
             return True
         now = time.monotonic()
-        most = 10 * access.rate
+        most = max(1.0, 10 * access.rate)
         left, since = self._rates.get(access.name, (most, now))
         left = min(most, left + (now - since) * access.rate)
         self._rates[access.name] = (max(0.0, left - 1), now)
