@@ -206,7 +206,9 @@ def test_sources_have_the_options_that_their_hints_name() -> None:
     root = Path(ucformat.__file__).parent
     rooms = {"pytorch": ["dcp", "torch_save"], "huggingface": ["huggingface"], "distcp": ["dcp"]}
     pickles = [
-        k for k in known if k not in ("gguf", "offload", "orbax", "safetensors", "slime", "zarr")
+        k
+        for k in known
+        if k not in ("gguf", "offload", "orbax", "safetensors", "served", "slime", "zarr")
     ]
     files = {
         "allowed": pickles,
