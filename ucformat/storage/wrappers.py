@@ -387,6 +387,9 @@ Observer = Callable[[str, int, memoryview], None]
 _MAX_NAMED = 5  # changed files that an error names
 
 
+_observing = Lock()  # while observers of any store change; stores are pickled, locks are not
+
+
 class WatchedStore(WrappedStore):
     """A store that records which files were read through it, and their versions before the first read.
 
@@ -405,7 +408,6 @@ class WatchedStore(WrappedStore):
         self._read: dict[str, object] = {}  # by file something that each read replaces
         self.is_local = inner.costs.parallel is None
         self._observers: tuple[Observer, ...] = ()
-        self._observing = Lock()
 
     @contextmanager
     def observed(self, callback: Observer) -> Iterator[None]:
@@ -415,12 +417,12 @@ class WatchedStore(WrappedStore):
             callback: called with the key of the file, the offset in it, and the bytes: a buffer
                 that may be strided.
         """
-        with self._observing:
+        with _observing:
             self._observers = (*self._observers, callback)
         try:
             yield
         finally:
-            with self._observing:
+            with _observing:
                 self._observers = tuple(
                     observe for observe in self._observers if observe is not callback
                 )

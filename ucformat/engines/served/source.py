@@ -15,7 +15,6 @@ from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Extent, Key, TensorInfo, TensorList
 from ucformat.reading.readable import CheckpointMetadata, GroupPlace, Loss, path_from_json
 from ucformat.schema import ITEMSIZE
-from ucformat.schema.values import loads
 from ucformat.sources.base import Source
 from ucformat.sources.configuration import TrainingInfo
 from ucformat.storage.base import check_key, read_ranges
@@ -70,6 +69,8 @@ class OpenServed:
     part = ""
 
     def __init__(self, store: Store, key: str) -> None:
+        from ucformat.schema.values import loads  # pydantic, which no other place needs
+
         info = store.info(key)
         url = f"{store.url}/{key}"
         if info.size > _MAX_DOCUMENT:
