@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import sqlalchemy as sa
 
 from ucformat.catalog.entries import BestEntry, RunEntry
-from ucformat.catalog.filter.syntax import Sort
 from ucformat.catalog.launches import before, load_continuations, select_newest_first
 from ucformat.catalog.lines import lines
 from ucformat.catalog.models import CheckpointRow, Metric, RunRow, Tag
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection, Select
 
-    from ucformat.catalog.filter.syntax import Node
+    from ucformat.catalog.filter.syntax import Node, Sort
 
 #: The default order (`catalog.lines`).
 NEWEST = "newest"
@@ -113,7 +112,7 @@ def _created(connection: Connection, number: int, *where: ColumnElement[bool]) -
 def _order(connection: Connection, sort: str | Sort) -> tuple[Sort, list[ColumnElement[Any]]]:
     from ucformat.catalog.filter.compile import compile_sort, read_sort
 
-    by = sort if isinstance(sort, Sort) else read_sort(connection, sort)
+    by = read_sort(connection, sort) if isinstance(sort, str) else sort
     return by, compile_sort(by)
 
 
