@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ucformat.catalog.entries import HoldEntry
 
 if TYPE_CHECKING:
+    from ucformat.catalog.content import ListedTensor
+    from ucformat.catalog.diff import Changed
     from ucformat.catalog.entries import Entry
 
 _NAMES = {"nbytes": "bytes", "files_nbytes": "files_bytes", "disk_nbytes": "disk_bytes"}
@@ -18,6 +20,25 @@ def entry_data(entry: Entry) -> dict[str, Any]:
     """The JSON of a checkpoint in the catalog: all that `Entry` has, and the name."""
     attributes: dict[str, Any] = data_of(entry)
     return {"id": entry.id, "name": entry.name} | attributes
+
+
+def change_data(change: Changed) -> dict[str, Any]:
+    """The JSON of a value that differs; a side that does not have the value lacks it."""
+    from ucformat.catalog.diff import MISSING  # whose module needs the database
+
+    sides = {"a": change.a, "b": change.b}
+    return {"path": change.path} | {k: v for k, v in sides.items() if v is not MISSING}
+
+
+def tensor_data(tensor: ListedTensor) -> dict[str, Any]:
+    """The JSON of a tensor in the catalog."""
+    return {
+        "name": tensor.name,
+        "state": tensor.state,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "bytes": tensor.nbytes,
+    }
 
 
 def data_of(value: Any) -> Any:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ucformat.catalog.as_json import instant
-from ucformat.catalog.diff import MISSING
+from ucformat.catalog.as_json import change_data, instant, tensor_data
 from ucformat.errors import UsageError
 from ucformat.web.library import NoRepository, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ucformat.catalog.content import ListedTensor
-    from ucformat.catalog.diff import Changed
     from ucformat.catalog.entries import Entry
     from ucformat.web.library import Access, Library
 
@@ -85,7 +82,7 @@ def compare_data(library: Library, access: Access, refs: Sequence[str]) -> dict[
         "b": _side(library.shown(diff.b, access)),
         "equal": diff.equal,
         **{
-            part: [_change(c) for c in getattr(diff, part)[:_VALUES]]
+            part: [change_data(c) for c in getattr(diff, part)[:_VALUES]]
             for part in ("config", "topology", "producer", "metrics")
         },
         "others": {
@@ -93,15 +90,15 @@ def compare_data(library: Library, access: Access, refs: Sequence[str]) -> dict[
             for part in ("config", "topology", "producer", "metrics")
         },
         "tensors": {
-            "added": [_tensor(t) for t in diff.tensors.added[:_TENSORS]],
-            "removed": [_tensor(t) for t in diff.tensors.removed[:_TENSORS]],
+            "added": [tensor_data(t) for t in diff.tensors.added[:_TENSORS]],
+            "removed": [tensor_data(t) for t in diff.tensors.removed[:_TENSORS]],
             "changed": [
                 {
                     "name": c.name,
                     "state": c.state,
                     "aspects": list(c.aspects),
-                    "a": _tensor(c.a),
-                    "b": _tensor(c.b),
+                    "a": tensor_data(c.a),
+                    "b": tensor_data(c.b),
                 }
                 for c in changed[:_TENSORS]
             ],
@@ -119,19 +116,3 @@ def compare_data(library: Library, access: Access, refs: Sequence[str]) -> dict[
 
 def _side(entry: Entry) -> dict[str, Any]:
     return {"id": entry.id, "name": entry.name, "step": entry.step, "run": entry.run}
-
-
-def _change(change: Changed) -> dict[str, Any]:
-    """A difference; a side without the value lacks it."""
-    sides = {"a": change.a, "b": change.b}
-    return {"path": change.path} | {k: v for k, v in sides.items() if v is not MISSING}
-
-
-def _tensor(tensor: ListedTensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "state": tensor.state,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "bytes": tensor.nbytes,
-    }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ucformat.catalog.as_json import change_data, tensor_data
 from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, SOURCE, bundle, command, ref_argument
 from ucformat.cli.ui.output import Heading, terminal_width
@@ -206,7 +207,7 @@ def _data(differences: _Differences, chosen: Sequence[str], *, equal: bool) -> d
     data: dict[str, Any] = {side: _side(getattr(differences.diff, side)) for side in ("a", "b")}
     data["equal"] = equal
     for part in _PARTS[:-1]:
-        data[part] = [_change(c) for c in differences.changed(part)] if part in chosen else None
+        data[part] = [change_data(c) for c in differences.changed(part)] if part in chosen else None
     t = differences.diff.tensors
     data["tensors"] = None
     if "tensors" in chosen:
@@ -229,24 +230,8 @@ def _side(entry: Entry) -> dict[str, Any]:
     return {"id": entry.id, "name": entry.name, "url": entry.url}
 
 
-def _change(change: Changed) -> dict[str, Any]:
-    from ucformat.catalog.diff import MISSING
-
-    sides = {"a": change.a, "b": change.b}
-    return {"path": change.path} | {
-        side: value for side, value in sides.items() if value is not MISSING
-    }
-
-
 def _tensor_data(tensor: ListedTensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "state": tensor.state,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "bytes": tensor.nbytes,
-        "digest": tensor.digest,
-    }
+    return tensor_data(tensor) | {"digest": tensor.digest}
 
 
 def _bare(differences: _Differences, chosen: Sequence[str]) -> Iterator[str]:
