@@ -513,14 +513,12 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def _repr_html_(self) -> str:
         """What notebooks show."""
         from ucformat.drawing import card
+        from ucformat.geometry.amounts import by_state
 
-        states: dict[str, list[TensorInfo]] = {}
-        for info in self._infos.values():
-            states.setdefault(info.state, []).append(info)
         rows = [
-            (state, ", ".join(sorted({i.dtype for i in infos})), count(len(infos)),
-             count(sum(i.size for i in infos)), bytes_text(sum(i.nbytes for i in infos)))
-            for state, infos in states.items()
+            (s["state"], ", ".join(sorted(s["dtypes"])), count(s["tensors"]),
+             count(s["elements"]), bytes_text(s["bytes"]))
+            for s in by_state(self._infos.values())
         ]  # fmt: skip
         committed = self.universal.manifest if self.universal else None
         engine = " ".join(self.metadata.engine.values())

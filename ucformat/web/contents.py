@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.catalog import find_dependents
 from ucformat.catalog.as_json import data_of, entry_data
 from ucformat.errors import UcformatError
+from ucformat.geometry.amounts import add_tensor, by_state, parameters
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.web.library import NoFile, quoted, reasons
 
@@ -73,8 +74,8 @@ def checkpoint_data(library: Library, access: Access, ref: str) -> dict[str, Any
         "entry": None if entry is None else entry_data(entry),
         "problem": opened.problem,
         "origin": None if ck is None else _origin(ck, limited=library.is_limited(access)),
-        "states": _states(infos),
-        "parameters": _parameters(infos),
+        "states": by_state(infos),
+        "parameters": parameters(infos),
         "tree": branches(infos, ""),
         "storage": None if ck is None or library.is_limited(access) else _storage(ck),
         "events": [] if catalog is None or library.is_limited(access) else _events(catalog, entry),
@@ -110,32 +111,6 @@ def _origin(ck: Checkpoint, *, limited: bool) -> dict[str, Any]:
     }
 
 
-def _states(infos: Iterable[TensorInfo]) -> list[dict[str, Any]]:
-    states: dict[str, dict[str, Any]] = {}
-    for info in infos:
-        empty = {"state": info.state, "dtypes": [], "tensors": 0, "elements": 0, "bytes": 0}
-        state = states.setdefault(info.state, empty)
-        _add(state, info)
-    return list(states.values())
-
-
-def _add(amounts: dict[str, Any], info: TensorInfo) -> None:
-    amounts["tensors"] += 1
-    amounts["elements"] += info.size
-    amounts["bytes"] += info.nbytes
-    if info.dtype not in amounts["dtypes"]:
-        amounts["dtypes"].append(info.dtype)
-
-
-def _parameters(infos: Iterable[TensorInfo]) -> int:
-    """Elements of the model, whose weights or master weights are stored."""
-    sizes: dict[str, int] = {}
-    for info in infos:
-        if info.state == "weight" or (info.state == "master" and info.name not in sizes):
-            sizes[info.name] = info.size
-    return sum(sizes.values())
-
-
 def branches(infos: Iterable[TensorInfo], prefix: str) -> dict[str, Any]:
     """The nodes of the tree of names below a prefix, such as `model.layers.`.
 
@@ -158,7 +133,7 @@ def branches(infos: Iterable[TensorInfo], prefix: str) -> dict[str, Any]:
                 "stored": [],
             }
             nodes[label, bool(dot)] = node
-        _add(node, info)
+        add_tensor(node, info)
         if not dot:
             stored = {"state": info.state, "dtype": info.dtype, "shape": list(info.shape)}
             node["name"] = info.name

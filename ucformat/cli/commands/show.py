@@ -14,11 +14,12 @@ from ucformat.cli.ui.options import CATALOG, OPENING, SRC, STATES, Opening, comm
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import bytes_text, count, field, moment, plural, shape_text, table
 from ucformat.errors import first_names
+from ucformat.geometry.amounts import by_state, parameters
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import OUTDATED, PART_OF
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import CertificationEntry, Entry, HoldEntry, VerificationEntry
@@ -456,33 +457,18 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
     }
 
 
-def _amounts(tensors: Iterable[TensorInfo]) -> dict[str, Any]:
-    """The number of parameters, each counted in one state and under one name, and the bytes of each dtype."""
-    parameters: dict[str, int] = {}
+def _amounts(tensors: Collection[TensorInfo]) -> dict[str, Any]:
+    """The number of parameters, and the bytes of each dtype."""
     dtypes: dict[str, int] = {}
     for info in tensors:
         dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.nbytes
-        if info.state == "weight":
-            parameters[info.name] = info.size
-        elif info.state == "master":
-            parameters.setdefault(info.name, info.size)
-    return {"parameters": sum(parameters.values()), "dtypes": dtypes}
+    return {"parameters": parameters(tensors), "dtypes": dtypes}
 
 
 def _totals(tensors: Sequence[TensorInfo]) -> dict[str, Any]:
-    by_state: dict[str, dict[str, Any]] = {}
-    for info in tensors:
-        empty = {"state": info.state, "tensors": 0, "elements": 0, "bytes": 0, "dtypes": []}
-        entry = by_state.setdefault(info.state, empty)
-        entry["tensors"] += 1
-        entry["elements"] += info.size
-        entry["bytes"] += info.nbytes
-        if info.dtype not in entry["dtypes"]:
-            entry["dtypes"].append(info.dtype)
-    total = {
-        key: sum(e[key] for e in by_state.values()) for key in ("tensors", "elements", "bytes")
-    }
-    return {"states": list(by_state.values()), "total": total}
+    states = by_state(tensors)
+    total = {key: sum(e[key] for e in states) for key in ("tensors", "elements", "bytes")}
+    return {"states": states, "total": total}
 
 
 def _list(tensors: Sequence[TensorInfo]) -> Iterator[str]:
