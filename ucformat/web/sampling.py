@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,18 +13,19 @@ import numpy as np
 from ucformat.errors import TensorNotFound, UcformatError, UsageError
 from ucformat.geometry.box import Box
 from ucformat.geometry.layout import Layout
-from ucformat.geometry.tensor import TensorList, Tiles
+from ucformat.geometry.tensor import TensorList, Tiles, single_extents
 from ucformat.web.contents import Opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ucformat.checkpoint import Checkpoint
-    from ucformat.geometry.tensor import Extent, TensorInfo
+    from ucformat.geometry.tensor import TensorInfo
     from ucformat.reading.lazy import Tensor
     from ucformat.web.library import Access, Library
 
 _DRAWN = 2000  # chunks, and boxes of ranks
+_FILES = 50  # that are listed
 _RANKS = 1024
 _SAMPLE = 1 << 20  # bytes that may be read
 _BLOCKS = 16  # places from which a sample is taken
@@ -48,7 +50,7 @@ def tensor_data(
     states = ck.states(name)
     tensor = ck[name, state] if state else ck[name] if _has_weight(states) else ck[name, states[0]]
     info = tensor.info
-    chunks = _chunks(ck, info)
+    chunks, others, files = _chunks(ck, info)
     data: dict[str, Any] = {
         "ref": ref if opened.entry is None else opened.entry.id,
         "checkpoint": ref if opened.entry is None else opened.entry.name,
@@ -64,8 +66,8 @@ def tensor_data(
         "error": None,
         "ranks": [],
         "picture": None,
-        "others": chunks.others,
-        "files": [] if library.is_limited(access) else chunks.files,
+        "others": others,
+        "files": [] if library.is_limited(access) else files,
         "sample": sample(tensor),
     }
     pieces: list[tuple[int, Box]] = []
@@ -75,7 +77,7 @@ def tensor_data(
         except UcformatError as error:
             data["error"] = library.told(error, access)
     if info.size:
-        data["picture"] = _picture(info.shape, chunks.boxes, pieces)
+        data["picture"] = _picture(info.shape, chunks, pieces)
     return data
 
 
@@ -83,41 +85,17 @@ def _has_weight(states: Iterable[str]) -> bool:
     return bool({"weight", "master"} & set(states))
 
 
-class _Chunks:
-    """The boxes in which a tensor is stored, up to a number of them, and how many others there are."""
-
-    def __init__(self) -> None:
-        self.boxes: list[Box] = []
-        self.files: list[str] = []
-        self.others = 0
-
-
-def _chunks(ck: Checkpoint, info: TensorInfo) -> _Chunks:
-    chunks = _Chunks()
+def _chunks(ck: Checkpoint, info: TensorInfo) -> tuple[list[Box], int, list[str]]:
+    """The boxes in which a tensor is stored, up to a number of them, how many others there are, and the first files."""
+    boxes: list[Box] = []
     files: dict[str, None] = {}
+    number = 0
     for extent in ck.source.extents(info.key):
-        if len(files) < 50:
+        if len(files) < _FILES:
             files[extent.file] = None
-        number = math.prod(extent.grid) if isinstance(extent, Tiles) else 1
-        room = max(0, _DRAWN - len(chunks.boxes))
-        boxes = _boxes(extent)
-        chunks.boxes += [box for box, _ in zip(boxes, range(room), strict=False)]
-        chunks.others += max(0, number - room)
-    chunks.files = list(files)
-    return chunks
-
-
-def _boxes(extent: Extent | Tiles) -> Iterator[Box]:
-    if not isinstance(extent, Tiles):
-        yield extent.box
-        return
-    for at in np.ndindex(*extent.grid):
-        start = tuple(b + i * c for b, i, c in zip(extent.box.start, at, extent.chunk, strict=True))
-        shape = tuple(
-            min(c, stop - a)
-            for c, stop, a in zip(extent.chunk, extent.box.stop, start, strict=True)
-        )
-        yield Box(start, shape)
+        number += math.prod(extent.grid) if isinstance(extent, Tiles) else 1
+        boxes += (e.box for e in islice(single_extents((extent,)), _DRAWN - len(boxes)))
+    return boxes, number - len(boxes), list(files)
 
 
 def _layout(text: str, ndim: int) -> Layout:
