@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Match, NoMatchFound
 from ucformat._version import __version__
 from ucformat.errors import UsageError
 from ucformat.web.access import access_of
+from ucformat.web.paths import raw_path
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -148,9 +149,9 @@ class Endpoint:
             self, "_pattern", re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", pattern), re.DOTALL)
         )
 
-    def match(self, raw_path: str) -> dict[str, str] | None:
+    def match(self, path: str) -> dict[str, str] | None:
         """The parameters in a path, as they were sent; None if it is another endpoint's."""
-        match = self._pattern.fullmatch(raw_path)
+        match = self._pattern.fullmatch(path)
         return None if match is None else match.groupdict()
 
     @property
@@ -250,8 +251,7 @@ class EndpointRoute(BaseRoute):
         """See Starlette."""
         if scope["type"] != "http":
             return Match.NONE, {}
-        raw: bytes = scope.get("raw_path") or scope["path"].encode()
-        path = self.endpoint.match(raw.partition(b"?")[0].decode("latin-1"))
+        path = self.endpoint.match(raw_path(scope))
         if path is None:
             return Match.NONE, {}
         return Match.FULL, {"path_params": path, "endpoint": self.endpoint.handler}

@@ -14,6 +14,7 @@ from ucformat.errors import UsageError
 from ucformat.web.access import access_of
 from ucformat.web.blocking import in_thread
 from ucformat.web.library import NoFile
+from ucformat.web.paths import raw_path
 from ucformat.web.streaming import Content, RangeResponse
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class _Hub:
         return await in_thread(self._model, request, await _asked_paths(request))
 
     def _model(self, request: Request, paths: list[str] | None) -> Response:
-        parts = raw_path(request).removeprefix("/api/models/").split("/")
+        parts = raw_path(request.scope).removeprefix("/api/models/").split("/")
         for kind, answer in self._answers.items():
             if kind in parts[1:]:
                 at = parts.index(kind, 1)
@@ -195,7 +196,7 @@ class _Hub:
 
     async def file(self, request: Request) -> Response | RangeResponse:
         """Send a file, or a range of it."""
-        raw = raw_path(request)
+        raw = raw_path(request.scope)
         kind = "/resolve/" if "/resolve/" in raw else "/raw/"
         repository, _, rest = raw.removeprefix("/").partition(kind)
         revision, _, name = rest.partition("/")
@@ -239,12 +240,6 @@ async def _asked_paths(request: Request) -> list[str] | None:
     else:
         paths = parse_qs(body.decode("utf-8", "replace")).get("paths")
     return [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
-
-
-def raw_path(request: Request) -> str:
-    """The path as it was sent, in which a slash of a name is still told from one between names."""
-    raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
-    return raw.partition(b"?")[0].decode("latin-1")
 
 
 def _disposition(name: str) -> str:

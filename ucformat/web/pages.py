@@ -27,6 +27,7 @@ from ucformat.web.comparing import compare_data, run_data, run_of
 from ucformat.web.contents import checkpoint_data, tree_data
 from ucformat.web.library import quoted
 from ucformat.web.listing import PAGE, completions, list_data
+from ucformat.web.paths import raw_path
 from ucformat.web.sampling import tensor_data
 
 if TYPE_CHECKING:
@@ -296,8 +297,7 @@ async def _answer(
         status = 400 if found.get("error") else 200
         return Response(dumps(found), status, _HEADERS, "application/json")
     query = f"?{request.url.query}" if request.url.query else ""
-    raw = (request.scope.get("raw_path") or b"").partition(b"?")[0].decode("latin-1")
-    _, _, below = raw.removeprefix("/ui/").partition("/")
+    below = below_page(request)
     twin = f"/ui/{page or 'list'}.json{'/' + below if below else ''}{query}"
 
     request.scope["state"]["is_page"] = True
@@ -320,8 +320,11 @@ def _page(template: str, values: Data, status: int) -> Response:
     return HTMLResponse(_environment().get_template(template).render(values), status, _HEADERS)
 
 
+def below_page(request: Request) -> str:
+    """The path below a page's own, as it was sent."""
+    return raw_path(request.scope).removeprefix("/ui/").partition("/")[2]
+
+
 def raw_names(request: Request) -> list[str]:
     """The names below a page's own, in which a slash of a name is told from one between names."""
-    raw = (request.scope.get("raw_path") or request.url.path.encode()).partition(b"?")[0]
-    _, _, below = raw.decode("latin-1").removeprefix("/ui/").partition("/")
-    return [unquote(part) for part in below.split("/")]
+    return [unquote(part) for part in below_page(request).split("/")]

@@ -28,8 +28,9 @@ from ucformat.storage.url import open_store
 from ucformat.storage.wrappers import check_unchanged
 from ucformat.web.access import access_of
 from ucformat.web.blocking import in_thread
-from ucformat.web.hub import content_of, raw_path
+from ucformat.web.hub import content_of
 from ucformat.web.library import NoRepository, NoRevision
+from ucformat.web.paths import raw_path
 from ucformat.web.streaming import RangeResponse
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class _Registry:
 
     async def answer(self, request: Request) -> Response | RangeResponse:
         """Answer a request."""
-        path = raw_path(request).removeprefix("/v2/").strip("/")
+        path = raw_path(request.scope).removeprefix("/v2/").strip("/")
         try:
             if not path or path == "/v2":
                 return JSONResponse({}, headers={"docker-distribution-api-version": "registry/2.0"})
