@@ -317,9 +317,10 @@ def find_runs(
     row = CheckpointRow
     if metric is not None:
         from ucformat.catalog.filter.compile import read_filter
+        from ucformat.catalog.filter.syntax import spell
 
-        quoted = metric.replace('"', '""')
-        read_filter(connection, f'metric."{quoted}" is not null')  # an unknown name is an error
+        # an unknown name is an error
+        read_filter(connection, f"{spell(('metric', metric))} is not null")
     latest = sa.func.max(row.created)
     chosen: ColumnElement[bool]
     if where.strip():

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.as_json import change_data, instant, tensor_data
+from ucformat.catalog.filter.syntax import quoted
 from ucformat.errors import UsageError
-from ucformat.web.library import NoRepository, quoted
+from ucformat.web.library import NoRepository
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog import find_dependents
 from ucformat.catalog.as_json import data_of, entry_data
+from ucformat.catalog.filter.syntax import quoted
 from ucformat.errors import UcformatError
 from ucformat.geometry.amounts import add_tensor, by_state, parameters
 from ucformat.geometry.tensor import TensorInfo
-from ucformat.web.library import NoFile, quoted, reasons
+from ucformat.web.library import NoFile, reasons
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+from ucformat.catalog.filter.syntax import quoted
 from ucformat.errors import Conflict, NotFound, TensorNotFound, UnsupportedError, UsageError
 from ucformat.format.digest import bytes_digest, document_digest
 from ucformat.jobs.bands import FileRanges
@@ -493,11 +494,6 @@ def _parsed(scope: str) -> Node:
     from ucformat.catalog.filter.parse import parse
 
     return parse(scope)
-
-
-def quoted(text: str) -> str:
-    """A text in a filter."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 class NoRepository(NotFound):

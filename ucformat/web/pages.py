@@ -18,6 +18,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from ucformat._version import __version__
+from ucformat.catalog.filter.syntax import quoted
 from ucformat.schema.values import dumps, finite
 from ucformat.texts import bytes_text, clean, count, shape_text, shorten
 from ucformat.web import drawing
@@ -25,7 +26,6 @@ from ucformat.web.access import access_of
 from ucformat.web.blocking import in_thread
 from ucformat.web.comparing import compare_data, run_data, run_of
 from ucformat.web.contents import checkpoint_data, tree_data
-from ucformat.web.library import quoted
 from ucformat.web.listing import PAGE, completions, list_data
 from ucformat.web.paths import raw_path
 from ucformat.web.sampling import tensor_data

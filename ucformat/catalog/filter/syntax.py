@@ -58,7 +58,7 @@ class Text(_Term):
         _check_text(self.value)
 
     def __str__(self) -> str:
-        return "'" + self.value.replace("'", "''") + "'"
+        return quoted(self.value)
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,11 @@ def spell(parts: tuple[str, ...]) -> str:
         part if _bare(part, i) else '"' + part.replace('"', '""') + '"'
         for i, part in enumerate(parts)
     )
+
+
+def quoted(text: str) -> str:
+    """A text in a filter."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _bare(part: str, position: int) -> bool:

@@ -132,7 +132,7 @@ def _served(
     refs: Sequence[str], opening: Opening, catalog: Catalog | None
 ) -> tuple[list[str], dict[str, Callable[[], Checkpoint]]]:
     """The runs, and what opens each other checkpoint, by the name of its repository."""
-    from ucformat.web.library import quoted
+    from ucformat.catalog.filter.syntax import quoted
 
     runs: list[str] = []
     places: dict[str, Callable[[], Checkpoint]] = {}

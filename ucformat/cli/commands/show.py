@@ -169,10 +169,10 @@ def _find(catalog: Catalog, ref: str) -> Entry:
         parsed = parse_ref(ref)
         if parsed.run is None or not isinstance(parsed.at, int):
             raise
-        run = parsed.run.replace("'", "''")
-        entries = catalog.find(
-            f"run = '{run}' and step = {parsed.at} and state != 'committed'", limit=1
-        )
+        from ucformat.catalog.filter.syntax import quoted  # which other references do not need
+
+        run = f"run = {quoted(parsed.run)}"
+        entries = catalog.find(f"{run} and step = {parsed.at} and state != 'committed'", limit=1)
         if not entries:
             raise
         return entries[0]

@@ -115,8 +115,12 @@ def _complete(_ctx: click.Context, _param: click.Parameter, begun: str) -> list[
     refs: list[str] = []
     with suppress(UcformatError), open_catalog(begun) as catalog:
         run, at, _ = begun.partition("@")
-        quoted = run.replace("'", "''")
-        for entry in catalog.find(f"run = '{quoted}'" if at else "", limit=_MOST_OFFERED):
+        where = ""
+        if at:
+            from ucformat.catalog.filter.syntax import quoted
+
+            where = f"run = {quoted(run)}"
+        for entry in catalog.find(where, limit=_MOST_OFFERED):
             refs += (
                 [f"{entry.run}@{entry.step}", f"{entry.run}@latest"] if entry.run else [entry.id]
             )
