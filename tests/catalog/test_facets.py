@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.catalog.acts import put
-from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
@@ -41,11 +38,3 @@ def test_a_series_has_the_last_numbers(catalog: Catalog) -> None:
     assert catalog.series({"run7": "loss"}, "tag = 'good'") == {"run7": [(1, 0.5)]}
     catalog.delete("run7@5")
     assert catalog.series({"run7": "loss"}, most=1) == {"run7": [(4, 2.0)]}
-
-
-def test_a_filter_is_checked(catalog: Catalog) -> None:
-    put(catalog, 1, metrics={"loss": 1.0})
-    catalog.check_filter("metric.loss < 2")
-    for wrong in ("metric.los < 2", "step > 1) or (step > 0", "step >", ""):
-        with pytest.raises(UsageError):
-            catalog.check_filter(wrong)

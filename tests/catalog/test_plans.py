@@ -244,7 +244,6 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
         ok=True,
         document={"layout": {"world": 1}, "counts": {}, "may_cast": False},
     ),
-    "check_filter": lambda c: list(map(c.check_filter, FILTERS)),
     "commits": lambda c: c.commits("run7"),
     "contradiction": lambda c: c.contradiction(manifest(103, step=7), "/data/run7/3"),
     "count": lambda c: [c.count(where) for where in FILTERS],

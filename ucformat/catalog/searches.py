@@ -60,17 +60,6 @@ class Searches:
         with self._database.reading() as c:
             return search.count_checkpoints(c, where, stamps.now(), deleted=deleted, most=10_000)
 
-    def check_filter(self, where: str) -> None:
-        """Check that a text is a filter, of which each metric and configuration path exists.
-
-        Raises:
-            UsageError: it is not; the message points at the wrong place.
-        """
-        from ucformat.catalog.filter.compile import read_filter
-
-        with self._database.reading() as c:
-            read_filter(c, where)
-
     def facets(self, where: str | Node = "", *, most: int = 1000) -> dict[str, dict[str, int]]:
         """How many of the newest checkpoints that match have each run, kind and tag, the most frequent first.
 
