@@ -125,20 +125,14 @@ class Gate:
 
     Args:
         tokens: one of which a request must have; empty: requests need none.
-        hosts: names of this server; without tokens others are refused, since a page of a stranger
-            may let a browser ask for them.
-        open_to_all: whether any host name is right although there are no tokens.
+        open_to_all: whether any host name is right although there are no tokens; else only those of
+            this machine are, since a page of a stranger may let a browser ask for others.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        tokens: Sequence[Token] = (),
-        hosts: Sequence[str] = _LOOPBACK,
-        *,
-        open_to_all: bool = False,
+        self, app: ASGIApp, tokens: Sequence[Token] = (), *, open_to_all: bool = False
     ) -> None:
-        self.app, self.tokens, self.hosts, self.open_to_all = app, tokens, hosts, open_to_all
+        self.app, self.tokens, self.open_to_all = app, tokens, open_to_all
         self._rates: dict[
             str, tuple[float, float]
         ] = {}  # of tokens: allowance, and when it was computed
@@ -203,8 +197,7 @@ class Gate:
         if int(headers.get("content-length", "0") or 0) > _MAX_BODY:
             return JSONResponse({"error": "the request is too large"}, 413)
         host = re.sub(r":\d+$", "", headers.get("host", "")).lower()
-        ours = host in self.hosts or is_loopback(host)
-        if not self.tokens and not self.open_to_all and not ours:
+        if not self.tokens and not self.open_to_all and not is_loopback(host):
             return JSONResponse({"error": "this server has another name"}, 421)
         return None
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import Response
-
 from ucformat.catalog.as_json import entry_data
 from ucformat.errors import Conflict
 from ucformat.reading.readable import path_to_json
-from ucformat.schema.values import dumps
 from ucformat.web.library import NoFile, reasons
 from ucformat.web.tensors import content_of_bytes, content_of_tensor
 
@@ -21,16 +18,6 @@ if TYPE_CHECKING:
 
 #: The version of the document; its first member, by which readers recognise it.
 MARKER, VERSION = "ucformat_served", 1
-
-
-class Json(Response):
-    """A JSON value; numbers that are not finite are spelled as in documents of the format."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        """See Starlette."""
-        return dumps(content).encode()
 
 
 def described(served: Served, ref: str, library: Library, access: Access) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote, unquote
 
@@ -15,7 +16,8 @@ from ucformat.web.access import access_of
 from ucformat.web.blocking import in_thread
 from ucformat.web.library import NoFile
 from ucformat.web.paths import raw_path
-from ucformat.web.streaming import Content, RangeResponse
+from ucformat.web.streaming import RangeResponse
+from ucformat.web.tensors import content_of_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.entries import Entry
     from ucformat.web.library import Library, Served, VirtualFile
+    from ucformat.web.streaming import Content
 
 _DEFAULT = "main"
 _TYPES = {
@@ -37,14 +40,7 @@ def content_of(file: VirtualFile) -> Content:
     """The bytes of a file, which are read when they are sent."""
     ending = file.name[file.name.rfind(".") :]
     media_type = _TYPES.get(ending, "application/octet-stream")
-    return Content(
-        file.nbytes,
-        file.ranges.read,
-        file.oid,
-        file.source,
-        file.ranges.end_of_read,
-        media_type,
-    )
+    return content_of_ranges(file.ranges, file.oid, file.source, media_type)
 
 
 def hub_routes(library: Library) -> list[Route]:
@@ -223,7 +219,7 @@ class _Hub:
             "x-linked-size": str(file.nbytes),
             "content-disposition": _disposition(file.name.rpartition("/")[2]),
         }
-        return RangeResponse(content_of(file), headers, lambda _: self.library.forget(served))
+        return RangeResponse(content_of(file), headers, partial(self.library.forget, served))
 
 
 async def _asked_paths(request: Request) -> list[str] | None:

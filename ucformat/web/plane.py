@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, Response
 
 from ucformat.catalog.as_json import entry_data
 from ucformat.catalog.search import NEWEST
@@ -17,7 +18,7 @@ from ucformat.reading.indexing import parse_slice
 from ucformat.reading.rank import plan_data
 from ucformat.schema.values import dumps
 from ucformat.web.blocking import in_thread
-from ucformat.web.document import Json, content_of_file, described
+from ucformat.web.document import content_of_file, described
 from ucformat.web.endpoints import Endpoint, EndpointRoute, Parameter, openapi, reserved
 from ucformat.web.library import NoFile
 from ucformat.web.streaming import RangeResponse
@@ -62,6 +63,16 @@ _PLAN_BODY = {
         },
     },
 }
+
+
+class _Json(Response):
+    """A JSON value; numbers that are not finite are spelled as in documents of the format."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """See Starlette."""
+        return dumps(content).encode()
 
 
 def plane_routes(library: Library) -> list[EndpointRoute]:
@@ -174,7 +185,7 @@ class _Plane:
 
     async def document(self, call: Call) -> ASGIApp:  # noqa: ARG002 - as all
         """The OpenAPI document."""
-        return Json(openapi(self.endpoints))
+        return _Json(openapi(self.endpoints))
 
     async def checkpoints(self, call: Call) -> ASGIApp:
         """List checkpoints of the catalog."""
@@ -193,7 +204,7 @@ class _Plane:
                 "next": offset + limit if len(entries) > limit else None,
             }
 
-        return Json(await in_thread(look_up))
+        return _Json(await in_thread(look_up))
 
     async def checkpoint(self, call: Call) -> ASGIApp:
         """Describe a checkpoint."""
@@ -285,7 +296,7 @@ class _Plane:
             _, plan = _planned(served, call)
             return plan_data(plan)
 
-        return Json(await in_thread(look_up))
+        return _Json(await in_thread(look_up))
 
     async def part(self, call: Call) -> ASGIApp:
         """Send what a rank reads."""
@@ -302,7 +313,7 @@ class _Plane:
         return RangeResponse(
             content,
             {"x-ucformat-id": served.checkpoint.id, **(headers or {})},
-            lambda _: self.library.forget(served),
+            partial(self.library.forget, served),
         )
 
 

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ucformat.errors import Conflict, NotFound, UcformatError
+from ucformat.format.digest import bytes_digest
 from ucformat.jobs.inputs import Input
 from ucformat.reading.readable import TRACKERS
 from ucformat.storage.url import open_store
@@ -72,11 +73,11 @@ class Manifest:
     @property
     def digest(self) -> str:
         """Its digest."""
-        return _digest(self.data)
+        return bytes_digest(self.data)
 
     def has(self, digest: str) -> bool:
         """Whether a digest is its own, or of something that it names."""
-        return digest in self.blobs or digest in (self.digest, _digest(self.config))
+        return digest in self.blobs or digest in (self.digest, bytes_digest(self.config))
 
 
 class RegistryError(UcformatError):
@@ -162,14 +163,11 @@ class _Registry:
         """What has a digest."""
         if reference == manifest.digest:
             return _sent(manifest, _MANIFEST)
-        if reference == _digest(manifest.config):
+        if reference == bytes_digest(manifest.config):
             return Response(manifest.config, media_type=_CONFIG, headers=_named(manifest.config))
         headers = {"docker-content-digest": reference}
         content = content_of(served.files[manifest.blobs[reference]])
-        return RangeResponse(content, headers, partial(self._failed, served))
-
-    def _failed(self, served: Served, _: UcformatError) -> None:
-        self.library.forget(served)
+        return RangeResponse(content, headers, partial(self.library.forget, served))
 
     async def _manifest(self, served: Served) -> Manifest:
         """The manifest of a revision, once all its digests are known."""
@@ -211,7 +209,7 @@ class _Registry:
             "schemaVersion": 2,
             "mediaType": _MANIFEST,
             "artifactType": _ARTIFACT,
-            "config": {"mediaType": _CONFIG, "digest": _digest(config), "size": len(config)},
+            "config": {"mediaType": _CONFIG, "digest": bytes_digest(config), "size": len(config)},
             "layers": layers,
         }
         return Manifest(
@@ -247,11 +245,7 @@ def _sent(manifest: Manifest, media_type: str) -> Response:
 
 
 def _named(data: bytes) -> dict[str, str]:
-    return {"docker-content-digest": _digest(data)}
-
-
-def _digest(data: bytes) -> str:
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+    return {"docker-content-digest": bytes_digest(data)}
 
 
 def _document(document: dict[str, Any]) -> bytes:

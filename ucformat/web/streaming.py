@@ -124,7 +124,7 @@ class RangeResponse:
         self,
         content: Content,
         headers: Mapping[str, str] | None = None,
-        failed: Callable[[UcformatError], None] = lambda _: None,
+        failed: Callable[[], None] = lambda: None,
     ) -> None:
         self.content, self._headers, self._failed = content, dict(headers or {}), failed
 
@@ -174,7 +174,7 @@ class RangeResponse:
             else:
                 await sending.run(receive, send)
         except UcformatError as error:
-            self._failed(error)
+            self._failed()
             if not has_begun:
                 raise
             # a response that is not completed closes the connection

@@ -71,15 +71,18 @@ def content_of_tensor(checkpoint: Checkpoint, info: TensorInfo, index: Index, fo
         header = npy_header(info, shape)
     span = Span(info.dtype, box.size, ((info, Piece(box, 0, row_major(box.shape))),))
     parts = (*((header,) if header else ()), *((span,) if box.size else ()))
-    return _content_of_file(
-        TargetFile.of(info.name, *parts), etag_of(checkpoint, info.key, box, form), checkpoint
-    )
+    file = FileRanges(TargetFile.of(info.name, *parts))
+    return content_of_ranges(file, etag_of(checkpoint, info.key, box, form), checkpoint)
 
 
-def _content_of_file(file: TargetFile, etag: str, checkpoint: Checkpoint) -> Content:
+def content_of_ranges(
+    file: FileRanges,
+    etag: str,
+    checkpoint: Checkpoint,
+    media_type: str = "application/octet-stream",
+) -> Content:
     """A file that is planned."""
-    ranges = FileRanges(file)
-    return Content(file.nbytes, ranges.read, etag, checkpoint, ranges.end_of_read)
+    return Content(file.nbytes, file.read, etag, checkpoint, file.end_of_read, media_type)
 
 
 def npy_header(info: TensorInfo, shape: tuple[int, ...]) -> bytes:
@@ -137,8 +140,8 @@ def content_of_plan(checkpoint: Checkpoint, plan: ReadPlan) -> Content:
         "rank": str(plan.rank),
         "tensors": json.dumps([_placed(plan, key) for key in plan.tensors]),
     }
-    file = TargetFile.of("part", header_of(infos, about), *spans)
-    return _content_of_file(file, etag_of(checkpoint, plan.rank, about, infos, spans), checkpoint)
+    file = FileRanges(TargetFile.of("part", header_of(infos, about), *spans))
+    return content_of_ranges(file, etag_of(checkpoint, plan.rank, about, infos, spans), checkpoint)
 
 
 def _placed(plan: ReadPlan, key: Any) -> dict[str, Any]:
