@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Extent, Key, TensorInfo, TensorList
-from ucformat.reading.readable import CheckpointMetadata
+from ucformat.reading.arrays import ArraySource
 from ucformat.storage.memory import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from numpy.typing import NDArray
-
-    from ucformat.reading.readable import FileRecord
-    from ucformat.storage.base import Store
 
     Array = NDArray[np.float32]
 
@@ -28,7 +21,6 @@ _TEXT = (
 )
 _VOCABULARY, _HIDDEN, _INNER, _LAYERS = 128, 32, 128, 2
 _RATE, _BETAS, _EPSILON = 0.002, (0.9, 0.999), 1e-8
-_FILE = "state.bin"
 
 
 class Training:
@@ -108,7 +100,7 @@ class Training:
     def checkpoint(self) -> Checkpoint:
         """The state now, as a checkpoint in memory, which exporters take."""
         arrays = {
-            Key(name, state): array
+            (name, state): array
             for state, by_name in {"master": self.weights, **self.moments}.items()
             for name, array in by_name.items()
         }
@@ -119,43 +111,13 @@ class Training:
             "eps": _EPSILON,
             "weight_decay": 0.0,
         }
-        return Checkpoint(_InMemory(arrays, self.step, group))
-
-
-class _InMemory:
-    """The tensors of a training, one after the other in a file of a store in memory."""
-
-    kind = "numpy"
-
-    def __init__(self, arrays: Mapping[Key, Array], step: int, group: Mapping[str, Any]) -> None:
-        self.store: Store = MemoryStore(f"demo-{step}")
-        self._offsets: dict[Key, int] = {}
-        infos, data = [], bytearray()
-        for key, array in arrays.items():
-            infos.append(TensorInfo(key.name, key.state, "float32", array.shape))
-            self._offsets[key] = len(data)
-            data += array.tobytes()
-        with self.store.create(_FILE) as out:
-            out.write(bytes(data))
-        self.metadata = CheckpointMetadata(
-            TensorList(tuple(infos), dict.fromkeys(group["params"], 0)),
-            groups=[group],
-            step=step,
-            engine={"name": self.kind, "version": np.__version__},
-            files=(_FILE,),
+        return Checkpoint(
+            ArraySource(
+                MemoryStore(f"demo-{self.step}"),
+                arrays,
+                kind="numpy",
+                groups=[group],
+                step=self.step,
+                engine={"name": "numpy", "version": np.__version__},
+            )
         )
-        self._infos = {info.key: info for info in infos}
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:  # noqa: ARG002
-        """The one extent of a tensor."""
-        info = self._infos[key]
-        yield Extent(
-            Box.whole(info.shape),
-            _FILE,
-            self._offsets[key],
-            row_major(info.shape, info.itemsize),
-        )
-
-    def records(self) -> Iterator[FileRecord]:
-        """No checksums: nothing has been written."""
-        return iter(())

@@ -24,26 +24,22 @@ from ucformat.checkpoint import Checkpoint
 from ucformat.errors import IntegrityError, NotACheckpoint, UnsupportedError, UsageError
 from ucformat.exporters.base import Exporter, options_of
 from ucformat.exporters.registry import EXPORTERS
-from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Extent, Key, TensorInfo, TensorList
+from ucformat.geometry.tensor import Key
 from ucformat.jobs.export import plan_export
-from ucformat.reading.dtypes import dtype_name, numpy_dtype
-from ucformat.reading.readable import CheckpointMetadata
+from ucformat.reading.arrays import ArraySource
+from ucformat.reading.dtypes import numpy_dtype
 from ucformat.schema import FINGERPRINT, ITEMSIZE
 from ucformat.settings import using
 from ucformat.storage.local import LocalStore
 from ucformat.storage.wrappers import WrappedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from ucformat.reading.readable import FileRecord
     from ucformat.storage.base import FileWriter, Store
 
 __all__ = ["ExporterSuite", "checkpoint_of"]
-
-_FILE = "elements.bin"
 
 
 def checkpoint_of(
@@ -57,42 +53,7 @@ def checkpoint_of(
         facts: further arguments of `CheckpointMetadata`, such as `objects` and `step`.
     """
     folder.mkdir(parents=True)
-    return Checkpoint(_Arrays(LocalStore(folder), arrays, facts))
-
-
-class _Arrays:
-    """Arrays, one after the other in a file."""
-
-    kind = "arrays"
-
-    def __init__(
-        self,
-        store: Store,
-        arrays: Mapping[tuple[str, str], np.ndarray],
-        facts: Mapping[str, Any],
-    ) -> None:
-        self.store, self.offsets = store, dict[Key, int]()
-        infos, end = [], 0
-        with store.create(_FILE) as out:
-            for (name, state), array in arrays.items():
-                infos.append(TensorInfo(name, state, dtype_name(array.dtype), array.shape))
-                self.offsets[Key(name, state)] = end
-                out.write(array.tobytes())
-                end += array.nbytes
-        groups = {n: i for i, g in enumerate(facts.get("groups", ())) for n in g["params"]}
-        self.metadata = CheckpointMetadata(
-            tensor_list=TensorList(tuple(infos), groups), files=(_FILE,), **facts
-        )
-
-    def extents(self, key: Key, within: Box | None = None) -> Iterator[Extent]:
-        """See OpenSource."""
-        info = next(i for i in self.metadata.tensor_list.tensors if i.key == key)
-        strides = row_major(info.shape, info.itemsize)
-        yield Extent(Box.whole(info.shape), _FILE, self.offsets[key], strides)
-
-    def records(self) -> Iterator[FileRecord]:
-        """See OpenSource."""
-        return iter(())
+    return Checkpoint(ArraySource(LocalStore(folder), arrays, **facts))
 
 
 class _LosesLast(WrappedStore):
