@@ -2,15 +2,11 @@
 # Makes .engines/deepspeed, a virtual environment with the DeepSpeed that the tests run, on CPU, and ucformat itself with
 # its core requirements (editable). Does nothing where both are.
 # UCFORMAT_DEEPSPEED_PYTHON, where set, names another interpreter that has both; then nothing is installed.
-set -eu
-root=$(cd "$(dirname "$0")/../.." && pwd)
-env=$root/.engines/deepspeed
-[ -z "${UCFORMAT_DEEPSPEED_PYTHON:-}" ] || { echo "using $UCFORMAT_DEEPSPEED_PYTHON"; mkdir -p "$env"; exit 0; }
+. "$(dirname "$0")/installing.sh"
+environment deepspeed UCFORMAT_DEEPSPEED_PYTHON
 
-# each checks in a folder that has no ucformat of its own
-has_deepspeed() {
-  (cd / && "$env/bin/python" -c 'import importlib.metadata as m; assert m.version("deepspeed") == "0.19.8"') 2>/dev/null
-}
+has_deepspeed() { has "" deepspeed==0.19.8; }
+# in a folder that has no ucformat of its own
 has_ucformat() {
   (cd / && ROOT=$root "$env/bin/python" - 2>/dev/null) <<'PYTHON'
 import importlib.metadata as m
@@ -33,16 +29,14 @@ PYTHON
 }
 
 if [ ! -x "$env/bin/python" ] || ! has_deepspeed; then
-  rm -rf "$env"
-  "${PYTHON:-python3}" -m venv "$env"
+  new_venv
 fi
-pip=("$env/bin/python" -m pip install --quiet --disable-pip-version-check)
 if ! has_deepspeed; then
-  "${pip[@]}" torch==2.13.0
-  "${pip[@]}" numpy safetensors "setuptools<80" wheel ninja
+  pip_install torch==2.13.0
+  pip_install numpy safetensors "setuptools<80" wheel ninja
   # without build isolation: the build looks at the installed torch, and would otherwise fetch another one
-  PATH="$env/bin:$PATH" DS_BUILD_OPS=0 DS_ACCELERATOR=cpu "${pip[@]}" --no-build-isolation deepspeed==0.19.8
+  PATH="$env/bin:$PATH" DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip_install --no-build-isolation deepspeed==0.19.8
 fi
 if ! has_ucformat; then
-  "${pip[@]}" -c "$root/constraints.txt" -e "$root"
+  pip_install -c "$root/constraints.txt" -e "$root"
 fi
