@@ -38,7 +38,7 @@ class Opened:
     """
 
     def __init__(self, library: Library, access: Access, ref: str) -> None:
-        self.library, self.access = library, access
+        self.library = library
         self.entry: Entry | None = None
         self.urls: tuple[str, ...] = ()
         self.checkpoint: Checkpoint | None = None
@@ -67,22 +67,28 @@ def checkpoint_data(library: Library, access: Access, ref: str) -> dict[str, Any
     """The data of the page of a checkpoint."""
     opened = Opened(library, access, ref)
     entry, ck = opened.entry, opened.checkpoint
-    infos = opened.infos()
-    catalog = library.catalog if entry is not None else None
-    return {
+    infos, limited = opened.infos(), library.is_limited(access)
+    data: dict[str, Any] = {
         "ref": ref if entry is None else entry.id,
         "name": ref if entry is None else entry.name,
         "entry": None if entry is None else entry_data(entry),
         "problem": opened.problem,
-        "origin": None if ck is None else _origin(ck, limited=library.is_limited(access)),
+        "origin": None if ck is None else _origin(ck, limited=limited),
         "states": by_state(infos),
         "parameters": parameters(infos),
         "tree": branches(infos, ""),
-        "storage": None if ck is None or library.is_limited(access) else _storage(ck),
-        "events": [] if catalog is None or library.is_limited(access) else _events(catalog, entry),
-        "lineage": None if catalog is None else _lineage(library, access, entry),
-        "protections": [] if catalog is None else _protections(opened),
+        "storage": None if ck is None or limited else _storage(ck),
+        "events": [],
+        "lineage": None,
+        "protections": [],
     }
+    catalog = library.catalog
+    if catalog is not None and entry is not None:
+        if not limited:
+            data["events"] = data_of(tuple(catalog.events(entry.id, _EVENTS)))
+        data["lineage"] = _lineage(library, access, catalog, entry)
+        data["protections"] = _protections(catalog, entry, opened.urls, limited=limited)
+    return data
 
 
 def tree_data(library: Library, access: Access, ref: str, prefix: str) -> dict[str, Any]:
@@ -166,20 +172,12 @@ def _storage(ck: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _events(catalog: Catalog, entry: Entry | None) -> list[dict[str, Any]]:
-    assert entry is not None  # noqa: S101 - there is a catalog for it
-    events: list[dict[str, Any]] = data_of(tuple(catalog.events(entry.id, _EVENTS)))
-    return events
-
-
-def _lineage(library: Library, access: Access, entry: Entry | None) -> dict[str, Any]:
+def _lineage(library: Library, access: Access, catalog: Catalog, entry: Entry) -> dict[str, Any]:
     """The next ancestors and descendants; those that a client may not see are only counted."""
-    assert library.catalog is not None  # noqa: S101 - it has the entry
-    assert entry is not None  # noqa: S101 - there is a catalog for it
     nodes: dict[str, dict[str, Any]] = {}
     edges: list[dict[str, Any]] = []
     for direction, sign, depth in (("up", -1, 2), ("down", 1, 1)):
-        graph = library.catalog.lineage(entry.id, direction, depth)  # type: ignore[arg-type]
+        graph = catalog.lineage(entry.id, direction, depth)  # type: ignore[arg-type]
         for key, node in graph.nodes.items():
             values = {"key": key, "id": node.id, "name": node.name, "state": node.state}
             nodes.setdefault(key, values | {"distance": sign * node.distance})
@@ -216,15 +214,13 @@ def _visible(
     }
 
 
-def _protections(opened: Opened) -> list[str]:
+def _protections(
+    catalog: Catalog, entry: Entry, urls: Sequence[str], *, limited: bool
+) -> list[str]:
     """What keeps it from being deleted; others that need it are not named to whom may not see all."""
     from ucformat.catalog.retention import needed_by
 
-    library, entry, urls = opened.library, opened.entry, opened.urls
-    limited = library.is_limited(opened.access)
-    assert library.catalog is not None  # noqa: S101 - it has the entry
-    assert entry is not None  # noqa: S101 - there is a catalog for it
-    texts = [text for url in urls or ("",) for text in library.catalog.protections(entry.id, url)]
+    texts = [text for url in urls or ("",) for text in catalog.protections(entry.id, url)]
     try:  # of increments, and of other catalogs' checkpoints, there are records beside the files
         dependents = find_dependents({entry.id: urls})
         texts += needed_by(sorted(dependents.get(entry.id, ())))
