@@ -246,8 +246,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
             return document_digest([Checkpoint(self.origin).id, steps]).rpartition(":")[2][:32]
         if self.universal:
             return self.universal.manifest.id
-        if (told := getattr(self.foreign, "id", None)) is not None:
-            return str(told)
+        if (identity := getattr(self.foreign, "id", None)) is not None:
+            return str(identity)
         if self.metadata.save_id:
             return document_digest([self.kind, self.metadata.save_id]).rpartition(":")[2][:32]
         records = list(cast("OpenSource", self.foreign).records())
@@ -419,8 +419,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if self.universal:
             m = self.universal.manifest
             return TrainingInfo(m.config, m.metrics, m.run)
-        if isinstance(told := getattr(self.foreign, "training_info", None), TrainingInfo):
-            return told
+        if isinstance(info := getattr(self.foreign, "training_info", None), TrainingInfo):
+            return info
         return find_training_info(
             self.metadata, LazyValues(self.metadata.assets, self.store.read), self.url
         )

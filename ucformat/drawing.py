@@ -121,14 +121,14 @@ def draw_boxes(
         room = MAX_RECTANGLES + 1 - len(grid)
         places = islice(_rectangles(box, shape), room)
         grid += [_rectangle(place, across, down, outline) for place in places]
-    told = f"{label}, stored in {plural(number, 'part')}"
+    description = f"{label}, stored in {plural(number, 'part')}"
     if len(grid) > MAX_RECTANGLES:
-        told += ", which are too many to be drawn"
+        description += ", which are too many to be drawn"
     else:
         parts += grid
     if held:
         ranks = {rank for some in held.values() for rank in some}
-        told += f", {'boxes' if len(held) > 1 else 'box'} of {plural(len(ranks), 'rank')}"
+        description += f", {'boxes' if len(held) > 1 else 'box'} of {plural(len(ranks), 'rank')}"
     drawn = 0
     for i, (box, some) in enumerate(held.items()):
         text = _ranks(some)
@@ -143,7 +143,7 @@ def draw_boxes(
                 )
             parts.append(_rectangle(place, across, down, colour, title))
             parts.append(_name(text, place, across, down))
-    caption = escaped(told)
+    caption = escaped(description)
     total = max(width, 420.0)
     text = f'<text x="0" y="{height + 18:.0f}" font-size="12" fill="currentColor">{caption}</text>'
     return Drawing(

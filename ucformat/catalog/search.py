@@ -322,18 +322,20 @@ def find_runs(
         # an unknown name is an error
         read_filter(connection, f"{spell(('metric', metric))} is not null")
     latest = sa.func.max(row.created)
-    chosen: ColumnElement[bool]
+    matches: ColumnElement[bool]
     if where.strip():
-        chosen = row.serial.in_(_all(_where(connection, where, now, deleted=False).all(connection)))
-        found = (
-            sa.select(row.run_id, latest.label("at")).where(chosen).group_by(row.run_id).subquery()
+        matches = row.serial.in_(
+            _all(_where(connection, where, now, deleted=False).all(connection))
         )
-        saved = sa.select(RunRow.id, RunRow.name, found.c.at).join(
-            found, found.c.run_id == RunRow.id
+        newest = (
+            sa.select(row.run_id, latest.label("at")).where(matches).group_by(row.run_id).subquery()
+        )
+        saved = sa.select(RunRow.id, RunRow.name, newest.c.at).join(
+            newest, newest.c.run_id == RunRow.id
         )
     else:  # of each run one row of the index that has all that is asked for
-        chosen = row.state == "committed"
-        one = sa.select(latest).where(row.run_id == RunRow.id, chosen).scalar_subquery()
+        matches = row.state == "committed"
+        one = sa.select(latest).where(row.run_id == RunRow.id, matches).scalar_subquery()
         saved = sa.select(RunRow.id, RunRow.name, one.label("at"))
     at = saved.subquery()
     query = sa.select(at.c.id, at.c.name).where(at.c.at.is_not(None))
@@ -342,7 +344,7 @@ def find_runs(
     listed: dict[int, RunEntry] = {}
     best: dict[int, BestEntry] = {}
     for page in pages(list(names)):
-        members = (row.run_id.in_(page), chosen)
+        members = (row.run_id.in_(page), matches)
         columns = (sa.func.count(), sa.func.min(row.step), sa.func.max(row.step))
         sizes = (row.nbytes, sa.func.coalesce(row.files_nbytes, row.nbytes))
         totals = [sa.cast(sa.func.sum(size), sa.BigInteger) for size in sizes]

@@ -48,11 +48,11 @@ class PartRange:
         """The tensors in a range of a span, and the pieces, placed in a buffer of the range."""
         assert isinstance(self.part, Span)  # noqa: S101
         for info, piece in self.part.pieces:
-            for cut in cut_piece(piece, self.start, self.stop):
-                yield info, replace(cut, offset=cut.offset - self.start)
+            for within in cut_piece(piece, self.start, self.stop):
+                yield info, replace(within, offset=within.offset - self.start)
 
 
-def cut(parts: Iterable[Part]) -> Iterator[list[PartRange] | Sealed]:
+def bands_of(parts: Iterable[Part]) -> Iterator[list[PartRange] | Sealed]:
     """Group the consecutive parts of a file that are read and written together, at most 8 MiB.
 
     Large spans are cut at multiples of that, which are mostly the ends of chunks in the source.
@@ -100,17 +100,17 @@ def fill(source: Input, band: Sequence[PartRange], memory: NDArray[np.uint8]) ->
     buffers: list[NDArray[np.uint8]] = []
     wanted: dict[Key, tuple[TensorInfo, list[tuple[int, Piece]]]] = {}
     at = 0
-    for cut in band:
-        own = memory[at : at + cut.nbytes]
-        at += cut.nbytes
-        if isinstance(cut.part, bytes):
-            own[:] = np.frombuffer(cut.part, np.uint8)[cut.start : cut.stop]
+    for part_range in band:
+        own = memory[at : at + part_range.nbytes]
+        at += part_range.nbytes
+        if isinstance(part_range.part, bytes):
+            own[:] = np.frombuffer(part_range.part, np.uint8)[part_range.start : part_range.stop]
             continue
-        pieces_of_cut = list(cut.pieces())
+        pieces_of_range = list(part_range.pieces())
         # elements in no piece are zeros, and the memory is that of an earlier band
-        if sum(piece.box.size for _, piece in pieces_of_cut) < cut.stop - cut.start:
+        if sum(piece.box.size for _, piece in pieces_of_range) < part_range.stop - part_range.start:
             own[:] = 0
-        for info, piece in pieces_of_cut:
+        for info, piece in pieces_of_range:
             wanted.setdefault(info.key, (info, []))[1].append((len(buffers), piece))
         buffers.append(own)
     boxes = []
@@ -151,7 +151,7 @@ class FileRanges:
             return begin
         return begin + (stop - begin) // size * size
 
-    def cut(self, start: int, stop: int) -> tuple[list[PartRange], int]:
+    def _ranges(self, start: int, stop: int) -> tuple[list[PartRange], int]:
         """The parts that the bytes `[start, stop)` lie in, cut at whole elements.
 
         Returns:
@@ -173,7 +173,7 @@ class FileRanges:
 
     def read(self, source: Input, start: int, stop: int) -> NDArray[np.uint8]:
         """Read the bytes `[start, stop)`, from the extents of the tensors that they are of."""
-        ranges, before = self.cut(start, stop)
+        ranges, before = self._ranges(start, stop)
         memory = np.empty(sum(r.nbytes for r in ranges), np.uint8)
         fill(source, ranges, memory)
         return memory[before : before + stop - start]

@@ -303,11 +303,11 @@ class FilesJob(RecordedJob):
             self.store.create(file.key, unit_for(file.nbytes)) as out,
             WriteBehind(out, file.nbytes) as behind,
         ):
-            for band in bands.cut(file.parts()):
+            for band in bands.bands_of(file.parts()):
                 if isinstance(band, Sealed):
                     behind.write(memoryview(band.make(crcs)))
                     continue
-                memory = behind.memory(sum(cut.nbytes for cut in band))
+                memory = behind.memory(sum(part_range.nbytes for part_range in band))
                 bare |= not bands.fill(self.input, band, memory)
                 if file.checksums:
                     _continue_crcs(band, memory, crcs)
@@ -532,12 +532,12 @@ def _info_or_none(store: Store, key: str) -> Info | None:
 def _continue_crcs(band: Sequence[PartRange], memory: NDArray[np.uint8], crcs: list[int]) -> None:
     """Continue the CRC-32 of each span with its bytes in a band."""
     at = 0
-    for cut in band:
-        if isinstance(cut.part, Span):
-            if cut.start == 0:
+    for part_range in band:
+        if isinstance(part_range.part, Span):
+            if part_range.start == 0:
                 crcs.append(0)
-            crcs[-1] = crc32(memory.data[at : at + cut.nbytes], crcs[-1])
-        at += cut.nbytes
+            crcs[-1] = crc32(memory.data[at : at + part_range.nbytes], crcs[-1])
+        at += part_range.nbytes
 
 
 def _continue_fingerprints(
@@ -545,15 +545,15 @@ def _continue_fingerprints(
 ) -> None:
     """Continue the parts of fingerprints of the pieces in each span with their elements in a band."""
     at = 0
-    for cut in band:
-        if isinstance(cut.part, Span):
-            unit, pieces = ITEMSIZE[cut.part.dtype], cut.part.pieces
-            if cut.start == 0:
+    for part_range in band:
+        if isinstance(part_range.part, Span):
+            unit, pieces = ITEMSIZE[part_range.part.dtype], part_range.part.pieces
+            if part_range.start == 0:
                 sums += [NO_ELEMENTS] * len(pieces)
             for n, (info, piece) in enumerate(pieces, len(sums) - len(pieces)):
-                for own in cut_piece(piece, cut.start, cut.stop):
-                    begin = at + (own.offset - cut.start) * unit
+                for own in cut_piece(piece, part_range.start, part_range.stop):
+                    begin = at + (own.offset - part_range.start) * unit
                     strides = [s * unit for s in own.strides]
                     elements = np.ndarray(own.box.shape, f"V{unit}", memory, begin, strides)
                     sums[n] = total((sums[n], fingerprint_of(elements, info.shape, own.box)))
-        at += cut.nbytes
+        at += part_range.nbytes

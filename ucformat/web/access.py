@@ -211,13 +211,13 @@ class Gate:
         elif kind.lower() != "bearer":
             return None
         digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).hexdigest()
-        chosen = None
+        matching = None
         for token in self.tokens:  # all of them, so that the time tells nothing
             if hmac.compare_digest(token.sha256, digest):
-                chosen = token
-        if chosen is None or (chosen.expires is not None and time.time() >= chosen.expires):
+                matching = token
+        if matching is None or (matching.expires is not None and time.time() >= matching.expires):
             return None
-        return Access(chosen.name, chosen.scope, chosen.rate)
+        return Access(matching.name, matching.scope, matching.rate)
 
     def _in_rate(self, access: Access) -> bool:
         """Whether a client has not used up its requests."""

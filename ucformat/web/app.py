@@ -84,18 +84,18 @@ async def _failed(library: Library, request: Request, error: Exception) -> Respo
     """Tell a client what happened, as far as it may know."""
     assert isinstance(error, UcformatError)  # noqa: S101 - it handles no others
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
-    told = library.told(error, access_of(request))
-    if status >= 500 or told["message"] != error.message:
+    shown = library.shown_error(error, access_of(request))
+    if status >= 500 or shown["message"] != error.message:
         _log.error("%s %r: %s", request.method, request.url.path, error)
-    page = error_page(request, told, status)
+    page = error_page(request, shown, status)
     if page is not None:
         return page
-    text = str(told["message"])
+    text = str(shown["message"])
     message = "".join(c if " " <= c <= "~" else "?" if c > "~" else " " for c in text)
     headers = {"x-error-message": message[:_MAX_MESSAGE]}
     if type(error) in _CODES:
         headers["x-error-code"] = _CODES[type(error)]
-    return JSONResponse({"error": text, "hint": told["hint"]}, status, headers)
+    return JSONResponse({"error": text, "hint": shown["hint"]}, status, headers)
 
 
 class _Server(uvicorn.Server):
@@ -103,14 +103,14 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, started: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._told = started
+        self._on_start = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._told(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
 
 def run(app: ASGIApp, host: str, port: int, started: Callable[[str], None]) -> None:

@@ -51,7 +51,7 @@ class Opened:
         try:
             self.checkpoint = library.open(entry).checkpoint
         except UcformatError as error:
-            self.problem = library.told(error, access)
+            self.problem = library.shown_error(error, access)
 
     def infos(self) -> Sequence[TensorInfo]:
         """Its tensors; of one that cannot be opened, as the catalog has them."""

@@ -37,11 +37,11 @@ def _thinned(points: Points) -> list[tuple[float, float]]:
     if len(finite) <= _MOST_POINTS:
         return finite
     size = math.ceil(2 * len(finite) / _MOST_POINTS)
-    chosen: list[tuple[float, float]] = []
+    kept: list[tuple[float, float]] = []
     for at in range(0, len(finite), size):
         group = finite[at : at + size]
-        chosen += sorted({min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])})
-    return chosen
+        kept += sorted({min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])})
+    return kept
 
 
 def _scaled(

@@ -78,9 +78,9 @@ class _Hub:
         search = request.query_params.get("search", "").lower()
         limit = _number(request.query_params.get("limit"), 1000)
         names = await in_thread(lambda: list(self.library.repositories(access)))
-        chosen = [name for name in names if search in name.lower()][:limit]
+        matching = [name for name in names if search in name.lower()][:limit]
         return JSONResponse(
-            [{"id": name, "modelId": name, "private": False, "tags": []} for name in chosen]
+            [{"id": name, "modelId": name, "private": False, "tags": []} for name in matching]
         )
 
     async def model(self, request: Request) -> Response:

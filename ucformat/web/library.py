@@ -265,7 +265,7 @@ class Library:
             certified=certified,
         )
 
-    def told(self, error: UcformatError, access: Access) -> dict[str, str | None]:
+    def shown_error(self, error: UcformatError, access: Access) -> dict[str, str | None]:
         """What a client may know of an error: message and hint, unless they may tell where files are."""
         ours = (UsageError, UnsupportedError, TensorNotFound, NoRepository, NoRevision, NoFile)
         if self.is_limited(access) and (
@@ -378,20 +378,20 @@ class Library:
             entry = self._first((repository, f"alias:{repository}"), access)
             if entry is None:
                 raise NoRepository(f"there is no repository {repository!r}")
-            names = (*NEWEST, entry.id, self.commit(entry), str(entry.step))
-            chosen = entry if revision in names else None
+            if revision not in (*NEWEST, entry.id, self.commit(entry), str(entry.step)):
+                entry = None
         elif _COMMIT.fullmatch(revision):
             # of most ids it is the beginning
             entry = self._first((revision[:32],), access)
             in_run = f"run = {quoted(repository)}"
             entries = self._entries(access, in_run, limit=1000) if entry is None else [entry]
-            chosen = next((e for e in entries if self.commit(e)[:32] == revision[:32]), None)
+            entry = next((e for e in entries if self.commit(e)[:32] == revision[:32]), None)
         else:
             at = "latest" if revision in NEWEST else revision
-            chosen = self._first((f"{repository}@{at}", revision), access)
-        if chosen is None or (chosen.run != repository and self._is_run(repository, access)):
+            entry = self._first((f"{repository}@{at}", revision), access)
+        if entry is None or (entry.run != repository and self._is_run(repository, access)):
             raise NoRevision(f"{repository} has no revision {revision!r}")
-        return chosen
+        return entry
 
     def _first(self, refs: Sequence[str], access: Access) -> Entry | None:
         """The checkpoint of the first reference that there is."""

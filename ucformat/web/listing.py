@@ -52,7 +52,9 @@ def list_data(library: Library, access: Access, asked: Mapping[str, str]) -> dic
         "places": library.visible_places(access),
     }
     try:
-        chosen = parse_columns(data["asked"]["columns"]) if data["asked"]["columns"] else None
+        asked_columns = (
+            parse_columns(data["asked"]["columns"]) if data["asked"]["columns"] else None
+        )
         entries = library.entries(
             access, where, sort=sort or "newest", limit=PAGE + 1, offset=offset
         )
@@ -60,7 +62,7 @@ def list_data(library: Library, access: Access, asked: Mapping[str, str]) -> dic
         return data | {"error": {"message": error.message, "hint": error.hint}}
     data["more"] = len(entries) > PAGE
     del entries[PAGE:]
-    columns = chosen or _default(entries)
+    columns = asked_columns or _default(entries)
     data["columns"] = [{"text": c.text, "right": c.right(entries)} for c in columns]
     data["checkpoints"] = [
         {

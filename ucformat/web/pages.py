@@ -224,7 +224,7 @@ class _Pages:
             name = "/".join(parts)
         assert ref is not None  # noqa: S101 - from the path, if not from the query
         assert name is not None  # noqa: S101
-        chosen = ref, name, query.get("state", ""), query.get("layout", "").strip()
+        arguments = ref, name, query.get("state", ""), query.get("layout", "").strip()
 
         def context(data: Data) -> Data:
             named = {"ref": data["ref"], "name": data["name"]} if in_query else {}
@@ -233,7 +233,7 @@ class _Pages:
         return await _answer(
             request,
             "tensor.html",
-            lambda access: tensor_data(self.library, access, *chosen),
+            lambda access: tensor_data(self.library, access, *arguments),
             context,
         )
 
@@ -293,9 +293,9 @@ async def _answer(
     page, _, _ = request.url.path.removeprefix("/ui/").partition("/")
     access = access_of(request)
     if page.endswith(".json"):
-        found = await in_thread(data, access)  # an error is answered as those of all JSON
-        status = 400 if found.get("error") else 200
-        return Response(dumps(found), status, _HEADERS, "application/json")
+        values = await in_thread(data, access)  # an error is answered as those of all JSON
+        status = 400 if values.get("error") else 200
+        return Response(dumps(values), status, _HEADERS, "application/json")
     query = f"?{request.url.query}" if request.url.query else ""
     below = below_page(request)
     twin = f"/ui/{page or 'list'}.json{'/' + below if below else ''}{query}"
@@ -303,8 +303,8 @@ async def _answer(
     request.scope["state"]["is_page"] = True
 
     def render() -> Response:
-        found = data(access)  # with an error it is the form that shows it
-        return _page(template, {**found, **context(found), "twin": twin}, 200)
+        values = data(access)  # with an error it is the form that shows it
+        return _page(template, {**values, **context(values), "twin": twin}, 200)
 
     return await in_thread(render)
 

@@ -75,7 +75,7 @@ def tensor_data(
         try:
             data["ranks"], pieces = _ranks(ck, info, layout)
         except UcformatError as error:
-            data["error"] = library.told(error, access)
+            data["error"] = library.shown_error(error, access)
     if info.size:
         data["picture"] = _picture(info.shape, chunks, pieces)
     return data
@@ -183,7 +183,7 @@ def sample(tensor: Tensor) -> dict[str, Any]:
     boxes = list(_sampled(tensor.info))
     parts = [np.asarray(tensor.read_box(box, None)).reshape(-1) for box in boxes]
     values = np.concatenate(parts) if parts else np.empty(0)
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "elements": int(values.size),
         "bytes": int(values.size) * tensor.info.itemsize,
         "of": tensor.info.size,
@@ -195,34 +195,34 @@ def sample(tensor: Tensor) -> dict[str, Any]:
         try:
             numbers = values.astype("f8")
         except (TypeError, ValueError):  # of a dtype whose bits alone are known
-            return told
-        told["numbers"] = _statistics(numbers)
-    return told
+            return data
+        data["numbers"] = _statistics(numbers)
+    return data
 
 
 def _statistics(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
     finite = numbers[np.isfinite(numbers)]
-    told: dict[str, Any] = {
+    statistics: dict[str, Any] = {
         "nan": int(np.isnan(numbers).sum()),
         "infinite": int(np.isinf(numbers).sum()),
         "zero": int((numbers == 0).sum()),
     }
     if finite.size:
         with np.errstate(over="ignore", invalid="ignore"):
-            told |= {
+            statistics |= {
                 "minimum": float(finite.min()),
                 "maximum": float(finite.max()),
                 "mean": float(finite.mean()),
                 "deviation": float(finite.std()),
                 "rms": float(np.sqrt(np.mean(finite**2))),
             }
-        low, high = told["minimum"], told["maximum"]
+        low, high = statistics["minimum"], statistics["maximum"]
         if math.isfinite(high - low):
             counts, _ = np.histogram(
                 finite, bins=_BINS, range=(low, high if high > low else low + 1)
             )
-            told["histogram"] = counts.tolist()
-    return told
+            statistics["histogram"] = counts.tolist()
+    return statistics
 
 
 def _sampled(info: TensorInfo) -> Iterator[Box]:

@@ -149,13 +149,13 @@ class RangeResponse:
             status, stop = 304, 0
         else:
             try:
-                chosen = chosen_range(asked, content.nbytes, content.etag)
+                byte_range = chosen_range(asked, content.nbytes, content.etag)
             except ValueError:
                 status, stop = 416, 0
                 headers["content-range"] = f"bytes */{content.nbytes}"
             else:
-                if chosen is not None:
-                    (start, stop), status = chosen, 206
+                if byte_range is not None:
+                    (start, stop), status = byte_range, 206
                     headers["content-range"] = f"bytes {start}-{stop - 1}/{content.nbytes}"
         if status != 304:
             headers["content-length"] = str(stop - start)
