@@ -25,6 +25,7 @@ from ucformat.errors import (
     UpgradeNeeded,
     UsageError,
 )
+from ucformat.schema import SERVED
 from ucformat.web import document, library, plane
 from ucformat.web.access import Token
 
@@ -156,7 +157,6 @@ def test_no_other_server_gets_the_token(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_both_sides_have_one_spelling(tmp_path: Path) -> None:
-    assert (document.MARKER, document.VERSION) == (source._MARKER, source._VERSION)
     with serving(
         places={"m": universal(tmp_path / "u", {("w", "weight"): np.ones(3, "f4")})}
     ) as ask:
@@ -193,6 +193,6 @@ def test_hostile_documents(monkeypatch: pytest.MonkeyPatch, member: str) -> None
 
     monkeypatch.setattr(plane, "described", described)
     with serving(places={"m": opened({("w", "weight"): np.ones(3, "f4")})}) as ask:
-        kind = UpgradeNeeded if member == source._MARKER else (IntegrityError, UnsafeError)
+        kind = UpgradeNeeded if member == SERVED else (IntegrityError, UnsafeError)
         with pytest.raises(kind):
             ucformat.open(f"{ask.url}/v1/m")

@@ -19,6 +19,7 @@ __all__ = [
     "NUMBERS",
     "SAFETENSORS_DTYPES",
     "SAFETENSORS_PACKED",
+    "SERVED",
     "TENSORSTORE_DTYPES",
     "TOMBSTONE",
     "TORCH_NUMBERS",
@@ -29,6 +30,8 @@ __all__ = [
 
 #: The names of documents, in the checkpoint's folder.
 MANIFEST = "manifest.json"
+#: The first member of the document of a server (`served.py`), by which it is recognised.
+SERVED = "ucformat_served"
 TOMBSTONE = "tombstone.json"
 CATALOG_DOCUMENT = "ucformat-catalog.json"
 

@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Any
 from ucformat.catalog.as_json import entry_data
 from ucformat.errors import Conflict
 from ucformat.reading.readable import path_to_json
+from ucformat.schema.served import (
+    LossDoc,
+    ServedAssetDoc,
+    ServedDoc,
+    ServedPlaceDoc,
+    ServedTensorDoc,
+    UnreadableDoc,
+)
 from ucformat.web.library import NoFile, reasons
 from ucformat.web.tensors import content_of_bytes, content_of_tensor
 
 if TYPE_CHECKING:
     from ucformat.geometry.tensor import TensorInfo
+    from ucformat.reading.readable import CheckpointMetadata, GroupPlace
     from ucformat.web.library import Access, Library, Served
     from ucformat.web.streaming import Content
-
-#: The version of the document; its first member, by which readers recognise it.
-MARKER, VERSION = "ucformat_served", 1
 
 
 def described(served: Served, ref: str, library: Library, access: Access) -> dict[str, Any]:
@@ -28,57 +34,54 @@ def described(served: Served, ref: str, library: Library, access: Access) -> dic
     """
     ck = served.checkpoint
     metadata, training = ck.metadata, ck.training_info
-    pinned = ref if served.entry is None else served.entry.id
     infos = list(ck.tensors.values())
-    return {
-        MARKER: VERSION,
-        "id": ck.id,
-        "ref": pinned,
-        "kind": ck.kind,
-        "step": metadata.step,
-        "run": training.run,
-        "config": training.config,
-        "metrics": training.metrics,
-        "engine": dict(metadata.engine),
-        "layout": dict(metadata.layout),
-        "aliases": dict(ck.aliases),
-        "bytes": sum(info.nbytes for info in infos),
-        "tensors": [
-            {
-                "name": info.name,
-                "state": info.state,
-                "dtype": info.dtype,
-                "shape": list(info.shape),
-                "bytes": info.nbytes,
-                "file": file_of_tensor(info),
-                "paths": [path_to_json(path) for path in metadata.paths.get(info.key, ())],
-                "fingerprint": metadata.fingerprints.get(info.key),
-            }
-            for info in infos
-        ],
-        "groups": [dict(group) for group in metadata.groups],
-        "places": [
-            None
-            if place is None
-            else {
-                "path": path_to_json(place.path),
-                "names": list(place.names),
-                "flattened": place.flattened,
-            }
-            for place in metadata.places
-        ],
-        "objects": dict(ck.objects),
-        "assets": {name: {"file": file_of_asset(name)} for name in ck.assets},
-        "unreadable": reasons(ck, limited=library.is_limited(access)),
-        "lossy": [
-            {"name": key.name, "state": key.state, **loss._asdict()}
+    document = ServedDoc(
+        id=ck.id,
+        ref=ref if served.entry is None else served.entry.id,
+        kind=ck.kind,
+        step=metadata.step,
+        run=training.run,
+        config=dict(training.config),
+        metrics=dict(training.metrics),
+        engine=dict(metadata.engine),
+        layout=dict(metadata.layout),
+        aliases=dict(ck.aliases),
+        nbytes=sum(info.nbytes for info in infos),
+        tensors=tuple(_tensor(info, metadata) for info in infos),
+        groups=tuple(dict(group) for group in metadata.groups),
+        places=tuple(None if place is None else _place(place) for place in metadata.places),
+        objects=dict(ck.objects),
+        assets={name: ServedAssetDoc(file=file_of_asset(name)) for name in ck.assets},
+        unreadable=tuple(
+            UnreadableDoc(**reason) for reason in reasons(ck, limited=library.is_limited(access))
+        ),
+        lossy=tuple(
+            LossDoc(name=key.name, state=key.state, **loss._asdict())
             for key, loss in ck.lossy.items()
-        ],
-        "missing": [*ck.missing, *(f"{name}, a value of each rank" for name in ck.per_rank)],
-        "catalog": None
-        if served.entry is None
-        else entry_data(library.shown(served.entry, access)),
-    }
+        ),
+        missing=(*ck.missing, *(f"{name}, a value of each rank" for name in ck.per_rank)),
+        catalog=None if served.entry is None else entry_data(library.shown(served.entry, access)),
+    )
+    return document.model_dump(by_alias=True)
+
+
+def _tensor(info: TensorInfo, metadata: CheckpointMetadata) -> ServedTensorDoc:
+    return ServedTensorDoc(
+        name=info.name,
+        state=info.state,
+        dtype=info.dtype,
+        shape=info.shape,
+        nbytes=info.nbytes,
+        file=file_of_tensor(info),
+        paths=tuple(tuple(path_to_json(path)) for path in metadata.paths.get(info.key, ())),
+        fingerprint=metadata.fingerprints.get(info.key),
+    )
+
+
+def _place(place: GroupPlace) -> ServedPlaceDoc:
+    return ServedPlaceDoc(
+        path=tuple(path_to_json(place.path)), names=place.names, flattened=place.flattened
+    )
 
 
 def file_of_tensor(info: TensorInfo) -> str:

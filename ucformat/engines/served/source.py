@@ -7,29 +7,29 @@ moved.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, ClassVar
 
-from ucformat.errors import IntegrityError, UpgradeNeeded
+from ucformat.errors import IntegrityError, UnsupportedError, UpgradeNeeded
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Extent, Key, TensorInfo, TensorList
 from ucformat.reading.readable import CheckpointMetadata, GroupPlace, Loss, path_from_json
-from ucformat.schema import ITEMSIZE
+from ucformat.schema import ITEMSIZE, SERVED
 from ucformat.sources.base import Source
 from ucformat.sources.configuration import TrainingInfo
 from ucformat.storage.base import check_key, read_ranges
 from ucformat.storage.wrappers import WatchedStore, WrappedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.reading.readable import FileRecord
+    from ucformat.schema.served import ServedDoc
     from ucformat.storage.base import Info, Ranges, Store
 
-_MARKER, _VERSION = "ucformat_served", 1
-_BEGINNING = f'{{"{_MARKER}": '.encode()
+_BEGINNING = f'{{"{SERVED}": '.encode()
 _MAX_DOCUMENT = 256 << 20
-_MAX_DIMS = 64
 
 
 class Served(Source):
@@ -55,7 +55,7 @@ class Served(Source):
 
     def open(self, store: Store) -> OpenServed:
         """See Source; no folder is one."""
-        raise NotImplementedError(store.url)
+        raise UnsupportedError(f"{store.url} is a folder, and not the document of a server")
 
     def open_file(self, store: Store, key: str) -> OpenServed:
         """See Source."""
@@ -69,7 +69,9 @@ class OpenServed:
     part = ""
 
     def __init__(self, store: Store, key: str) -> None:
-        from ucformat.schema.values import loads  # pydantic, which no other place needs
+        # pydantic, which no other place needs
+        from ucformat.schema.served import VERSION, ServedDoc
+        from ucformat.schema.values import loads, parsed
 
         info = store.info(key)
         url = f"{store.url}/{key}"
@@ -77,27 +79,23 @@ class OpenServed:
             raise IntegrityError(f"{url} has {info.size:,} bytes, too many for a document")
         content = store.read(key, 0, info.size)
         try:
-            document = loads(content)
-            if document.get(_MARKER) != _VERSION:
+            version = loads(content).get(SERVED)
+            if version != VERSION:
                 raise UpgradeNeeded(
-                    f"{url} is of a newer server (version {document.get(_MARKER)!r})",
-                    hint="upgrade ucformat",
+                    f"{url} is of a newer server (version {version!r})", hint="upgrade ucformat"
                 )
-            self.id, ref = _text(document["id"]), _text(document["ref"])
+            document = parsed(ServedDoc, content)
+            self.id = document.id
             self.metadata, files = _metadata(document, key)
-            self.training_info = TrainingInfo(
-                _object(document["config"]),
-                {_text(k): float(v) for k, v in _finite(document["metrics"]).items()},
-                document["run"] if isinstance(document["run"], str) else None,
-            )
-            below = check_key(f"{ref}/files/{self.id}")
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            self.training_info = TrainingInfo(document.config, dict(document.metrics), document.run)
+            below = check_key(f"{document.ref}/files/{self.id}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise IntegrityError(
                 f"{url} is not what a server of ours answers: {type(error).__name__}: "
                 f"{str(error)[:200]}"
             ) from error
         #: What opens it again, also when `latest` is another one.
-        self.place = f"{store.url}/{ref}"
+        self.place = f"{store.url}/{document.ref}"
         self._files = {tensor: file for tensor, file in files.items() if isinstance(tensor, Key)}
         keys = {
             file if isinstance(name, Key) else name: f"{below}/{file}"
@@ -117,11 +115,9 @@ class OpenServed:
             strides = row_major(info.shape, info.itemsize)
             yield Extent(Box.whole(info.shape), self._files[key], 0, strides)
 
-    @property
+    @cached_property
     def _infos(self) -> Mapping[Key, TensorInfo]:
-        if not hasattr(self, "_by_key"):
-            self._by_key = {info.key: info for info in self.metadata.tensor_list.tensors}
-        return self._by_key
+        return {info.key: info for info in self.metadata.tensor_list.tensors}
 
     def records(self) -> Iterator[FileRecord]:
         """See OpenSource; the server has compared the checksums."""
@@ -143,8 +139,6 @@ class _NamedStore(WrappedStore):
 
     def info(self, key: str) -> Info:
         """See Store."""
-        from dataclasses import replace
-
         return self._info if key == self._name else replace(super().info(key), key=key)
 
     def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -158,99 +152,53 @@ class _NamedStore(WrappedStore):
         return read_ranges(self.inner, self._key(key), ranges)
 
 
-def _metadata(
-    document: Mapping[str, Any], key: str
-) -> tuple[CheckpointMetadata, dict[Key | str, str]]:
+def _metadata(document: ServedDoc, key: str) -> tuple[CheckpointMetadata, dict[Key | str, str]]:
     """The metadata that a document tells, and the names of the bytes of tensors and assets."""
     infos: list[TensorInfo] = []
     files: dict[Key | str, str] = {}
-    paths, fingerprints, unreadable = {}, {}, {}
-    for entry in document["tensors"]:
-        tensor = Key(_text(entry["name"]), _text(entry["state"]))
-        shape = tuple(map(_natural, entry["shape"]))
-        if tensor in files or len(shape) > _MAX_DIMS:
-            raise ValueError(f"{tensor} is there twice, or has too many dims")
-        files[tensor] = check_key(_text(entry["file"]))
-        if entry["dtype"] not in ITEMSIZE:
-            unreadable[tensor] = (
-                f"has the dtype {entry['dtype']!r}, which this ucformat does not know"
-            )
+    paths, fingerprints = {}, {}
+    unreadable = {Key(doc.name, doc.state): doc.reason for doc in document.unreadable}
+    for doc in document.tensors:
+        tensor = Key(doc.name, doc.state)
+        if tensor in files:
+            raise ValueError(f"{tensor} is there twice")
+        files[tensor] = check_key(doc.file)
+        if doc.dtype not in ITEMSIZE:
+            unreadable[tensor] = f"has the dtype {doc.dtype!r}, which this ucformat does not know"
             continue
-        info = TensorInfo(*tensor, entry["dtype"], shape)
-        if info.nbytes != entry["bytes"]:
-            raise ValueError(f"{tensor} has {info.nbytes} bytes, not {entry['bytes']!r}")
+        info = TensorInfo(*tensor, doc.dtype, doc.shape)
+        if info.nbytes != doc.nbytes:
+            raise ValueError(f"{tensor} has {info.nbytes} bytes, not {doc.nbytes}")
         infos.append(info)
-        if entry["paths"]:
-            paths[tensor] = tuple(path_from_json(path) for path in entry["paths"])
-        fingerprints[tensor] = entry["fingerprint"]
-    for entry in document["unreadable"]:
-        unreadable[_key(entry)] = _text(entry["reason"])
-    for name, asset in _object(document["assets"]).items():
-        files[check_key(name)] = check_key(_text(asset["file"]))
-    groups = [_object(group) for group in document["groups"]]
-    numbers = {_text(name): n for n, group in enumerate(groups) for name in group["params"]}
-    step = document["step"]
+        if doc.paths:
+            paths[tensor] = tuple(map(path_from_json, doc.paths))
+        fingerprints[tensor] = doc.fingerprint
+    files |= {check_key(name): check_key(asset.file) for name, asset in document.assets.items()}
+    numbers = {name: n for n, group in enumerate(document.groups) for name in group["params"]}
     metadata = CheckpointMetadata(
         tensor_list=TensorList(tuple(infos), numbers),
-        aliases={k: _text(v) for k, v in _object(document["aliases"]).items()},
-        objects=_object(document["objects"]),
-        assets=tuple(_object(document["assets"])),
-        groups=groups,
+        aliases=document.aliases,
+        objects=document.objects,
+        assets=tuple(document.assets),
+        groups=document.groups,
         paths=paths,
-        places=tuple(map(_place, document["places"])),
-        step=None if step is None else _natural(step),
-        layout=_object(document["layout"]),
-        engine={k: _text(v) for k, v in _object(document["engine"]).items()},
+        places=tuple(
+            None
+            if place is None
+            else GroupPlace(path_from_json(place.path), place.names, place.flattened)
+            for place in document.places
+        ),
+        step=document.step,
+        layout=document.layout,
+        engine=document.engine,
         files=(key,),
         folder=key,
         unreadable=unreadable,
         fingerprints=fingerprints,
         lossy={
-            _key(entry): Loss(
-                _text(entry["encoding"]),
-                *(float(_number(entry[name])) for name in ("absolute", "relative")),
-            )
-            for entry in document["lossy"]
+            Key(doc.name, doc.state): Loss(doc.encoding, doc.absolute, doc.relative)
+            for doc in document.lossy
         },
-        missing=tuple(map(_text, document["missing"])),
+        missing=document.missing,
     )
     return metadata, files
-
-
-def _key(entry: Mapping[str, Any]) -> Key:
-    return Key(_text(entry["name"]), _text(entry["state"]))
-
-
-def _place(entry: Mapping[str, Any] | None) -> GroupPlace | None:
-    if entry is None:
-        return None
-    names = tuple(map(_text, entry["names"]))
-    return GroupPlace(path_from_json(entry["path"]), names, entry["flattened"] is True)
-
-
-def _checked(kind: type | tuple[type, ...], what: str) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"{str(value)[:100]!r} is not {what}")
-        return value
-
-    return check
-
-
-_text: Callable[[Any], str] = _checked(str, "a text")
-_object: Callable[[Any], dict[str, Any]] = _checked(dict, "an object")
-_number: Callable[[Any], float] = _checked((int, float), "a number")
-
-
-def _natural(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise TypeError(f"{str(value)[:100]!r} is not a size")
-    return value
-
-
-def _finite(metrics: Any) -> dict[str, float]:
-    """Metrics, of which some may be spelled `{"$float": "nan"}`."""
-    return {
-        name: float(value["$float"]) if isinstance(value, dict) else _number(value)
-        for name, value in _object(metrics).items()
-    }
