@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import object_of
 from ucformat.catalog import labels
-from ucformat.cli.ui.text import ago
+from ucformat.texts import ago
 
 if TYPE_CHECKING:
     from collections.abc import Callable

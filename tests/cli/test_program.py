@@ -23,8 +23,7 @@ from ucformat._version import __version__
 from ucformat.catalog.catalog import Catalog
 from ucformat.cli.main import ucp
 from ucformat.cli.program import LazyGroup
-from ucformat.cli.ui.text import bytes_text, shorten
-from ucformat.texts import clean
+from ucformat.texts import bytes_text, clean, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

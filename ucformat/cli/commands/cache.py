@@ -8,7 +8,8 @@ import click
 
 from ucformat.cli.ui.options import command
 from ucformat.cli.ui.output import terminal_width
-from ucformat.cli.ui.text import bytes_text, count, field
+from ucformat.cli.ui.text import field
+from ucformat.texts import bytes_text, count
 
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output

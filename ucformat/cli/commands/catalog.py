@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from ucformat.cli.ui.catalogs import url_of_catalog
 from ucformat.cli.ui.options import CATALOG, command
 from ucformat.cli.ui.output import Heading, terminal_width
-from ucformat.cli.ui.text import count, field
+from ucformat.cli.ui.text import field
 from ucformat.redacted import shown_url
+from ucformat.texts import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,6 @@ from ucformat.cli.ui.options import (
     facts_options,
     ignore_dependents_of,
 )
-from ucformat.cli.ui.text import bytes_text, plural
 from ucformat.cli.ui.where import (
     BASE,
     CHUNK_BYTES,
@@ -38,6 +37,7 @@ from ucformat.cli.ui.where import (
     workers_option,
 )
 from ucformat.errors import UsageError
+from ucformat.texts import bytes_text, plural
 
 if TYPE_CHECKING:
     from ucformat.cli.ui.output import Output

@@ -14,8 +14,9 @@ from ucformat.catalog.as_json import change_data, tensor_data
 from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, SOURCE, bundle, command, ref_argument
 from ucformat.cli.ui.output import Heading, terminal_width
-from ucformat.cli.ui.text import count, plural, shape_text, shorten, tabbed, table
+from ucformat.cli.ui.text import tabbed, table
 from ucformat.cli.ui.where import workers_option
+from ucformat.texts import count, plural, shape_text, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

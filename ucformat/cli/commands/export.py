@@ -23,7 +23,7 @@ from ucformat.cli.ui.options import (
     layout_of,
 )
 from ucformat.cli.ui.output import Heading, terminal_width
-from ucformat.cli.ui.text import bytes_text, field, plural
+from ucformat.cli.ui.text import field
 from ucformat.cli.ui.where import (
     NO_VERIFY,
     ON,
@@ -35,6 +35,7 @@ from ucformat.cli.ui.where import (
 )
 from ucformat.exporters.base import options_of
 from ucformat.exporters.registry import EXPORTERS
+from ucformat.texts import bytes_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

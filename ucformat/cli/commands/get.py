@@ -13,8 +13,8 @@ import click
 
 from ucformat.cli.ui.options import CATALOG, LOSSY, OPENING, SRC, Opening, bundle, command
 from ucformat.cli.ui.output import terminal_width
-from ucformat.cli.ui.text import bytes_text, shape_text
 from ucformat.errors import Conflict, NotFound, UsageError
+from ucformat.texts import bytes_text, shape_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

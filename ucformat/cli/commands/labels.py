@@ -11,7 +11,8 @@ from ucformat.catalog.as_json import data_of, instant
 from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, REF, command, parse_metric
 from ucformat.cli.ui.output import terminal_width
-from ucformat.cli.ui.text import moment, plural, table
+from ucformat.cli.ui.text import table
+from ucformat.texts import moment, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

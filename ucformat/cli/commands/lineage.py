@@ -10,8 +10,8 @@ from ucformat.catalog.as_json import data_of
 from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, REF, command, ref_argument
 from ucformat.cli.ui.output import terminal_width
-from ucformat.cli.ui.text import shorten
 from ucformat.schema import LINEAGE_KINDS
+from ucformat.texts import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,8 @@ from ucformat.catalog.as_json import data_of, instant
 from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, command, ref_argument
 from ucformat.cli.ui.output import terminal_width
-from ucformat.cli.ui.text import moment, tabbed, table
+from ucformat.cli.ui.text import tabbed, table
+from ucformat.texts import moment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,8 +14,9 @@ from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, bundle, command
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.plot import MAX_SERIES, plot
-from ucformat.cli.ui.text import ago, bytes_text, count, plural, tabbed, table
+from ucformat.cli.ui.text import tabbed, table
 from ucformat.errors import UsageError
+from ucformat.texts import ago, bytes_text, count, plural
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

@@ -17,7 +17,6 @@ from ucformat.cli.ui.options import (
     command,
     ignore_dependents_of,
 )
-from ucformat.cli.ui.text import bytes_text, plural
 from ucformat.cli.ui.where import (
     DRY_RUN,
     NO_VERIFY,
@@ -29,6 +28,7 @@ from ucformat.cli.ui.where import (
     work_options,
     workers_option,
 )
+from ucformat.texts import bytes_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,9 +24,10 @@ from ucformat.cli.ui.options import (
     ignore_dependents_of,
 )
 from ucformat.cli.ui.output import Heading, terminal_width
-from ucformat.cli.ui.text import bytes_text, plural, table
+from ucformat.cli.ui.text import table
 from ucformat.cli.ui.where import DRY_RUN, ON, Work, print_cost, work_options
 from ucformat.errors import UsageError, first_names
+from ucformat.texts import bytes_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

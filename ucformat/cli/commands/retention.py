@@ -19,8 +19,9 @@ from ucformat.cli.ui.options import (
     ref_argument,
 )
 from ucformat.cli.ui.output import Heading, terminal_width
-from ucformat.cli.ui.text import ago, bytes_text, count, moment, plural, table
+from ucformat.cli.ui.text import table
 from ucformat.errors import UsageError, first_names
+from ucformat.texts import ago, bytes_text, count, moment, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

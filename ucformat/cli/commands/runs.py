@@ -10,8 +10,9 @@ from ucformat.catalog.as_json import data_of
 from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, command
 from ucformat.cli.ui.output import terminal_width
-from ucformat.cli.ui.text import ago, bytes_text, count, plural, table
+from ucformat.cli.ui.text import table
 from ucformat.errors import UsageError
+from ucformat.texts import ago, bytes_text, count, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

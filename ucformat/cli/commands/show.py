@@ -12,11 +12,12 @@ import click
 from ucformat.catalog.as_json import entry_data, instant
 from ucformat.cli.ui.options import CATALOG, OPENING, SRC, STATES, Opening, command
 from ucformat.cli.ui.output import Heading, terminal_width
-from ucformat.cli.ui.text import bytes_text, count, field, moment, plural, shape_text, table
+from ucformat.cli.ui.text import field, table
 from ucformat.errors import first_names
 from ucformat.geometry.amounts import by_state, parameters
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import OUTDATED, PART_OF
+from ucformat.texts import bytes_text, count, moment, plural, shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -9,9 +9,9 @@ import click
 
 from ucformat.cli.ui.options import CATALOG, REF, apply_options, command
 from ucformat.cli.ui.output import Heading
-from ucformat.cli.ui.text import bytes_text, plural
 from ucformat.cli.ui.where import workers_option
 from ucformat.errors import UsageError
+from ucformat.texts import bytes_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,8 @@ import click
 from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, TIME, command
 from ucformat.cli.ui.output import terminal_width
-from ucformat.cli.ui.text import plural, tabbed, table
+from ucformat.cli.ui.text import tabbed, table
+from ucformat.texts import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,9 +14,10 @@ from ucformat.cli.ui.options import (
     ref_argument,
 )
 from ucformat.cli.ui.output import Heading, terminal_width
-from ucformat.cli.ui.text import bytes_text, count, plural, table
+from ucformat.cli.ui.text import table
 from ucformat.cli.ui.where import NO_VERIFY, workers_option
 from ucformat.errors import UsageError
+from ucformat.texts import bytes_text, count, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

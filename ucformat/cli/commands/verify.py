@@ -9,9 +9,9 @@ import click
 
 from ucformat.cli.ui.options import CATALOG, SOURCE, SRC, bundle, command
 from ucformat.cli.ui.output import Heading
-from ucformat.cli.ui.text import bytes_text, plural
 from ucformat.cli.ui.where import DRY_RUN, ON, Work, print_cost, work_options, workers_option
 from ucformat.errors import UsageError
+from ucformat.texts import bytes_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,23 +6,10 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from ucformat.cli.ui.output import Heading, Tabbed
-from ucformat.texts import ago, bytes_text, clean, count, moment, plural, shape_text, shorten
+from ucformat.texts import clean, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
-
-__all__ = [
-    "ago",
-    "bytes_text",
-    "count",
-    "field",
-    "moment",
-    "plural",
-    "shape_text",
-    "shorten",
-    "tabbed",
-    "table",
-]
 
 # characters to which columns of a table are shortened, and further if that is not enough
 _MIN_WIDTHS = (12, 6)

@@ -10,8 +10,9 @@ import click
 
 from ucformat.cli.ui.options import SIZE, bundle
 from ucformat.cli.ui.output import Heading, terminal_width
-from ucformat.cli.ui.text import bytes_text, field, plural
+from ucformat.cli.ui.text import field
 from ucformat.errors import UsageError
+from ucformat.texts import bytes_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
