@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ucformat.sources.index import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _CHAINED = re.compile(r"(?:chained_(\d+)\.)?(optimizer\..+)", re.DOTALL)
 _STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
@@ -143,19 +143,19 @@ def name_of(key: str, *, local: bool) -> NameTemplate:
 
 def local_name(name: str) -> str:
     """The name of a parameter in a model of the local specification."""
-    for fused, unfused in LOCAL:
-        start = name.find("." + fused)
-        if start >= 0:
-            return f"{name[: start + 1]}{unfused}{name[start + 1 + len(fused) :]}"
-    return name
+    return _renamed(name, LOCAL)
 
 
 def fused_name(name: str) -> str:
     """The name of a parameter in a model of Transformer Engine's specification."""
-    for fused, unfused in LOCAL:
-        start = name.find("." + unfused)
-        if start >= 0:
-            return f"{name[: start + 1]}{fused}{name[start + 1 + len(unfused) :]}"
+    return _renamed(name, ((unfused, fused) for fused, unfused in LOCAL))
+
+
+def _renamed(name: str, starts: Iterable[tuple[str, str]]) -> str:
+    """A name with the first of these beginnings of parts replaced by the other."""
+    for old, new in starts:
+        if f".{old}" in name:
+            return name.replace(f".{old}", f".{new}", 1)
     return name
 
 
