@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import ucformat
-from ucformat.geometry.tensor import Key, Tiles
+from ucformat.geometry.tensor import Key, single_extents
 from ucformat.testing import checkpoint_of
 
 if TYPE_CHECKING:
@@ -51,10 +51,7 @@ def held(layout: ucformat.Layout, checkpoint: ucformat.Checkpoint) -> list[tuple
 
 def stored(checkpoint: ucformat.Checkpoint) -> list[tuple[Box, str, str]]:
     """The chunks of the tensor."""
-    boxes: list[Box] = []
-    for extent in checkpoint.source.extents(KEY):
-        boxes += [e.box for e in extent.extents()] if isinstance(extent, Tiles) else [extent.box]
-    return [(box, "", "none") for box in boxes]
+    return [(e.box, "", "none") for e in single_extents(checkpoint.source.extents(KEY))]
 
 
 def intersected(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 
 import ucformat
+from tests.modules import module_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,12 +29,7 @@ def test_figures_are_those_of_the_results() -> None:
 
 def test_drawings_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCP_CATALOG", "none")
-    spec = spec_from_file_location("drawings", DOCS / "drawings.py")
-    assert spec
-    assert spec.loader
-    drawings = module_from_spec(spec)
-    spec.loader.exec_module(drawings)
-    pictures = drawings.pictures()
+    pictures = module_of(DOCS / "drawings.py").pictures()
     assert {p.name for p in (DOCS / "images").glob("*.svg")} == set(pictures)
     for name, text in pictures.items():
         assert (DOCS / "images" / name).read_text() == text, "run `python docs/drawings.py`"

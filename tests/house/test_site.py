@@ -7,11 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.modules import module_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -24,12 +26,7 @@ FETCHED = re.compile(r"""(?:\bsrc=|<link\b[^>]*\bhref=|url\()["']?((?:https?:)?/
 @pytest.fixture(scope="module")
 def site() -> ModuleType:
     """`docs/site.py`, which is in no package."""
-    spec = spec_from_file_location("docs_site", ROOT / "docs" / "site.py")
-    assert spec
-    assert spec.loader
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "docs" / "site.py")
 
 
 def build(root: Path) -> subprocess.CompletedProcess[str]:

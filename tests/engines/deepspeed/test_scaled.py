@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import ucformat
+from tests.modules import module_of
 from tests.sources.suite import DATA
 from ucformat.checkpoint import open_checkpoint
 from ucformat.errors import UnsupportedError
@@ -95,11 +95,7 @@ def test_it_is_what_deepspeed_makes_of_it(tmp_path: Path) -> None:
     path = next((Path(__file__).parents[3] / ".engines").glob(place), None)
     if path is None:
         pytest.skip("needs DeepSpeed: make .engines/deepspeed/.installed")
-    spec = importlib.util.spec_from_file_location("affine", path)
-    assert spec is not None
-    assert spec.loader is not None
-    affine = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(affine)
+    affine = module_of(path)
     folder = scaled(tmp_path, ROWS, {0: 0.125, 1: 0.125})
     states = [torch.load(p, weights_only=False) for p in sorted(folder.rglob("mp_rank_*"))]
     maps = states[0]["universal_checkpoint_info"]["affine_map"]["params"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.engines import engine
+from tests.modules import module_of
 
 sys.path.append(
     str(
@@ -43,14 +43,8 @@ if TYPE_CHECKING:
 
 def library() -> Any:
     """The library's own manager, whose metadata is gathered by Gloo."""
-    spec = spec_from_file_location(
-        "maker", Path(__file__).parents[2] / "data" / "torch_checkpointing" / "make.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.managers().CheckpointManager
+    maker = Path(__file__).parents[2] / "data" / "torch_checkpointing" / "make.py"
+    return module_of(maker).managers().CheckpointManager
 
 
 class Training:
