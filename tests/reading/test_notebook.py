@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
@@ -12,6 +11,7 @@ import pytest
 import ucformat
 from tests.exporters.sources import opened, universal, zero3
 from tests.fakes import random_array
+from tests.markup import Markup
 from ucformat.catalog.catalog import Catalog
 from ucformat.drawing import card
 from ucformat.errors import TensorNotFound, UsageError
@@ -27,33 +27,27 @@ HOSTILE = "<img src=x onerror=alert(1)>&\"'\u202e.weight"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-class _Tags(HTMLParser):
-    """The tags that a page opens, with attributes, and its text; tags must be closed in order."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.text = ""
-        self._open: list[str] = []
-        self.feed(page)
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert not any(name.startswith("on") or name in ("src", "href") for name, _ in attrs)
-        self.tags.append(tag)
-        self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
+def parsed(page: str) -> Markup:
+    """What a notebook shows, which must neither act nor lead anywhere."""
+    markup = Markup(page)
+    for _, values in markup.elements:
+        assert not any(name.startswith("on") or name in ("src", "href") for name in values)
+    return markup
 
 
 def shown(value: Any) -> str:
     """The text of what a notebook shows of a value."""
-    page = _Tags(value._repr_html_())
-    assert set(page.tags) <= {"div", "table", "tr", "td", "th", "details", "summary", "pre"}
+    page = parsed(value._repr_html_())
+    assert {tag for tag, _ in page.elements} <= {
+        "div",
+        "table",
+        "tr",
+        "td",
+        "th",
+        "details",
+        "summary",
+        "pre",
+    }
     assert "\u202e" not in page.text
     return page.text
 
@@ -116,12 +110,12 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
         assert "<img" in label(drawing)
         assert "<img" not in str(drawing)
         assert drawing._repr_html_() == str(drawing)
-    shown_card = _Tags(card(HOSTILE, {HOSTILE: HOSTILE}, [HOSTILE], [[HOSTILE]], more=HOSTILE))
+    shown_card = parsed(card(HOSTILE, {HOSTILE: HOSTILE}, [HOSTILE], [[HOSTILE]], more=HOSTILE))
     assert shown_card.text.count("<img") == 6
 
 
 def test_long_tables_say_what_they_leave_out() -> None:
-    page = _Tags(card("t", {"none": None}, ["n"], [[n] for n in range(1234)]))
+    page = parsed(card("t", {"none": None}, ["n"], [[n] for n in range(1234)]))
     assert "and 1,184 more" in page.text
     assert "none" not in page.text
 
