@@ -11,30 +11,22 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 import ucformat
 from tests.exporters.sources import opened, zero3
-from tests.web.serving import Client, serving
+from tests.web.serving import Client, bearer, serving, token
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import UsageError
 from ucformat.settings import using
-from ucformat.web.access import Token, load_tokens
+from ucformat.web.access import load_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-
-def bearer(token: str) -> dict[str, Any]:
-    return {"Authorization": f"Bearer {token}"}
-
-
-def token(name: str, scope: str = "", **facts: float) -> Token:
-    return Token(name, hashlib.sha256(name.encode()).hexdigest(), scope, **facts)
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -14,7 +12,7 @@ import pytest
 
 import ucformat
 from tests.exporters.sources import opened, universal, zero3
-from tests.web.serving import serving
+from tests.web.serving import damaged, run_client, serving
 from ucformat.errors import ChecksumError, MissingData
 from ucformat.geometry.tensor import Extent
 from ucformat.jobs.bands import FileRanges
@@ -104,15 +102,7 @@ def test_what_is_not_there(tmp_path: Path, path: str, code: str) -> None:
 
 
 def test_a_damaged_file_never_looks_whole(tmp_path: Path) -> None:
-    array = np.arange(1 << 20, dtype="f4").reshape(1024, 1024)
-    ck = ucformat.convert(
-        opened({("w", "weight"): array}), tmp_path / "u", chunk_bytes=1 << 20, shard_bytes=1 << 20
-    )
-    (file,) = (tmp_path / "u" / "data").rglob("c/3/0")  # the last quarter
-    data = bytearray(file.read_bytes())
-    data[1000] ^= 1
-    file.write_bytes(data)
-    with serving(places={"m": ck}) as ask:
+    with serving(places={"m": damaged(tmp_path / "u")}) as ask:
         with pytest.raises(http.client.IncompleteRead):
             ask("/m/resolve/main/model.safetensors")
         with pytest.raises(http.client.IncompleteRead):
@@ -167,9 +157,7 @@ def test_the_hub_s_own_client(tmp_path: Path) -> None:
     ck = of_kind("universal", tmp_path)
     ucformat.export(ck, tmp_path / "e", "safetensors", max_shard_bytes=10_000)
     with serving(places={"m": ck}, presentation=SMALL) as ask:
-        environment = {"HF_ENDPOINT": ask.url, "HF_HOME": str(tmp_path / "home"), "PATH": ""}
-        command = [sys.executable, "-c", CLIENT, str(tmp_path / "d")]
-        subprocess.run(command, check=True, env=environment, timeout=120)
+        run_client(CLIENT, str(tmp_path / "d"), server=ask, home=tmp_path / "home")
     downloaded = {n: d for n, d in files_of(tmp_path / "d").items() if not n.startswith(".cache")}
     assert downloaded == files_of(tmp_path / "e")
 
@@ -232,9 +220,7 @@ def test_an_interrupted_download_goes_on(
     with serving(places={"m": ck}) as ask:
         whole = ask("/m/resolve/main/model.safetensors")
         monkeypatch.setattr(FileRanges, "read", fail_once)
-        environment = {"HF_ENDPOINT": ask.url, "HF_HOME": str(tmp_path / "home"), "PATH": ""}
-        command = [sys.executable, "-c", DOWNLOAD, str(tmp_path / "d")]
         with caplog.at_level("INFO", "ucformat.web"):
-            subprocess.run(command, check=True, env=environment, timeout=120)
+            run_client(DOWNLOAD, str(tmp_path / "d"), server=ask, home=tmp_path / "home")
     assert (tmp_path / "d" / "model.safetensors").read_bytes() == whole.body
     assert "the response was broken off: the disk is gone" in caplog.text

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import ucformat
-from tests.web.serving import Answer, serving
+from tests.web.serving import Answer, run_client, serving
 from ucformat.web.library import Presentation
 
 if TYPE_CHECKING:
@@ -101,16 +99,6 @@ def test_logits_are_those_of_an_export(family: str, tmp_path: Path) -> None:
         listed: Answer = ask("/api/models/universal")
         files = [file["rfilename"] for file in json.loads(listed.body)["siblings"]]
         assert "model.safetensors.index.json" in files
-        environment = {"HF_ENDPOINT": ask.url, "HF_HOME": str(tmp_path / "home"), "PATH": ""}
-        command = [sys.executable, "-W", "ignore", "-c", LOAD]
         names = json.dumps(dict.fromkeys(made, str(source)))
-        done = subprocess.run(
-            [*command, names],
-            check=False,
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=240,
-        )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(made, True)
+        printed = run_client(LOAD, names, server=ask, home=tmp_path / "home", timeout=240)
+    assert json.loads(printed.splitlines()[-1]) == dict.fromkeys(made, True)

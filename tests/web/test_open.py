@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from tests.exporters.sources import opened, universal
 from tests.fakes import random_array, same
 from tests.storage.test_redirects import Host
 from tests.storage.test_redirects import serving as redirecting
-from tests.web.serving import Client, serving
+from tests.web.serving import Client, serving, token
 from tests.web.test_plane import KINDS, LAYOUT, recorded
 from ucformat.engines.served import source
 from ucformat.errors import (
@@ -27,7 +26,6 @@ from ucformat.errors import (
 )
 from ucformat.schema import SERVED
 from ucformat.web import document, library, plane
-from ucformat.web.access import Token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,8 +116,7 @@ TOKEN = "tok-0f8fad5b-d9cb-469f"  # noqa: S105 - of these tests alone
 def guarded(tmp_path: Path) -> Iterator[Client]:
     with ucformat.Catalog(str(tmp_path / "c.db")) as catalog:
         recorded(tmp_path, catalog, "run7", 1)
-        token = Token("x", hashlib.sha256(TOKEN.encode()).hexdigest())
-        with serving(catalog, tokens=[token]) as ask:
+        with serving(catalog, tokens=[token(TOKEN)]) as ask:
             yield ask
 
 

@@ -16,8 +16,7 @@ from tests.catalog.acts import put
 from tests.catalog.test_plans import check, executed
 from tests.exporters.sources import Arrays, opened
 from tests.web.markup import Page, parse
-from tests.web.serving import Client, serving
-from tests.web.test_access import bearer, token
+from tests.web.serving import Client, bearer, serving, token
 from ucformat.catalog.catalog import Catalog
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import TensorInfo

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import http.client
 import io
 import json
@@ -26,14 +25,13 @@ import ucformat
 from tests.exporters.sources import opened, universal
 from tests.fakes import random_array, same
 from tests.packed import write_packed
-from tests.web.serving import Client, serving
+from tests.web.serving import Client, bearer, damaged, serving, token
 from tests.zarr_store.test_store import arrays_of, packed, view, zarr_form, zero3
 from ucformat.catalog.as_json import entry_data
 from ucformat.errors import UsageError
 from ucformat.format.arrays import array_folders
 from ucformat.reading.rank import plan_data
 from ucformat.storage.local import LocalStore
-from ucformat.web.access import Token
 from ucformat.web.library import Library
 from ucformat.web.plane import endpoints_of, plane_routes
 
@@ -374,15 +372,14 @@ def recorded(folder: Path, catalog: Catalog, run: str, step: int = 1) -> Checkpo
 
 def test_a_catalog_through_tokens(tmp_path: Path) -> None:
     """What a token does not see is not there, whatever the filter; references are those of the catalog."""
-    token = Token("x", hashlib.sha256(b"t").hexdigest(), "run = 'a'")
     with ucformat.Catalog(str(tmp_path / "c.db")) as catalog:
         ours = [recorded(tmp_path, catalog, "a", step) for step in (1, 2, 3)]
         theirs = recorded(tmp_path, catalog, "b")
-        with serving(catalog, tokens=[token]) as server:
+        with serving(catalog, tokens=[token("t", "run = 'a'")]) as server:
             assert server("/v1/checkpoints").status == 401
 
             def ask(path: str) -> Any:
-                answer = server(path, Authorization="Bearer t")
+                answer = server(path, **bearer("t"))
                 return answer.status, json.loads(answer.body)
 
             status, listed = ask("/v1/checkpoints?where=" + quote("step > 1") + "&sort=-step")
@@ -457,15 +454,7 @@ def test_the_document_has_every_route(tensors: Client) -> None:
 
 
 def test_damage_never_looks_whole(tmp_path: Path) -> None:
-    array = np.arange(1 << 20, dtype="f4").reshape(1024, 1024)
-    ck = ucformat.convert(
-        opened({("w", "weight"): array}), tmp_path / "u", chunk_bytes=1 << 20, shard_bytes=1 << 20
-    )
-    (file,) = (tmp_path / "u" / "data").rglob("c/3/0")
-    data = bytearray(file.read_bytes())
-    data[1000] ^= 1
-    file.write_bytes(data)
-    with serving(places={"m": ck}) as ask:
+    with serving(places={"m": damaged(tmp_path / "u")}) as ask:
         assert ask("/v1/m/zarr/weight/w/c/0/0").status == 200
         assert ask("/v1/m/zarr/weight/w/c/6/0").status == 500
         assert ask("/v1/m/tensor/w?slice=0:768").status == 200

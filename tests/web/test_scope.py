@@ -14,8 +14,7 @@ import pytest
 import ucformat
 from tests.catalog.acts import put
 from tests.exporters.sources import opened
-from tests.web.serving import Client, serving
-from tests.web.test_access import bearer, token
+from tests.web.serving import Client, bearer, serving, token
 from ucformat.catalog.catalog import Catalog
 from ucformat.errors import UsageError
 from ucformat.settings import using
