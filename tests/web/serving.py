@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import uvicorn
 
 import ucformat
 from tests.exporters.sources import opened
 from ucformat.web.access import Token
-from ucformat.web.app import make_app
+from ucformat.web.app import Server, make_app
 from ucformat.web.library import Library, Presentation
 
 if TYPE_CHECKING:
@@ -75,18 +74,15 @@ def serving(
     """
     by_name = {name: lambda ck=ck: ck for name, ck in (places or {}).items()} | dict(opening or {})
     library = Library(catalog, by_name, presentation or Presentation(), **options)
-    config = uvicorn.Config(
-        make_app(library, tokens), "127.0.0.1", 0, log_config=None, lifespan="off", ws="none"
-    )
-    server = uvicorn.Server(config)
+    urls: list[str] = []
+    server = Server(make_app(library, tokens), "127.0.0.1", 0, urls.append)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        while not server.started:
+        while not urls:
             assert thread.is_alive()
             thread.join(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield Client(f"http://127.0.0.1:{port}")
+        yield Client(urls[0])
     finally:
         server.should_exit = True
         thread.join()

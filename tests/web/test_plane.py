@@ -32,6 +32,7 @@ from ucformat.errors import UsageError
 from ucformat.format.arrays import array_folders
 from ucformat.reading.rank import plan_data
 from ucformat.storage.local import LocalStore
+from ucformat.web.events import Listeners
 from ucformat.web.library import Library
 from ucformat.web.plane import endpoints_of, plane_routes
 
@@ -444,8 +445,10 @@ def test_reserved_names(tmp_path: Path) -> None:
 
 def test_the_document_has_every_route(tensors: Client) -> None:
     document = json.loads(tensors("/v1/openapi.json").body)
-    endpoints = endpoints_of(Library(None))
-    assert len(plane_routes(Library(None))) == len(endpoints)
+    library = Library(None)
+    listeners = Listeners(library)
+    endpoints = endpoints_of(library, listeners)
+    assert len(plane_routes(library, listeners)) == len(endpoints)
     assert {(path, method) for path, item in document["paths"].items() for method in item} == {
         (e.path.replace(":path", ""), e.method.lower()) for e in endpoints
     }

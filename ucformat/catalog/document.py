@@ -233,7 +233,7 @@ def import_document(
     for edge in doc.lineage:
         insert_edge(connection, serial, edge.kind, edge.url, edge.id, depends=edge.depends)
     if doc.run is not None and not unwritten and doc.revision > row.document_written:
-        set_run(connection, serial, doc.run, stamp.now)
+        set_run(connection, serial, doc.run, stamp)
     # documents at several places may have the same revision
     if doc.revision >= row.document_written:
         _import_deletion(origin, row, doc, unwritten=unwritten)

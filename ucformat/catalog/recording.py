@@ -312,8 +312,8 @@ def _record_known(connection: Connection, serial: int, checkpoint: Found, stamp:
         remove_digests(connection, serial)
         add_digests(connection, {serial: manifest.tensors})
     if checkpoint.kind != "ucformat":
-        _update_foreign(connection, serial, checkpoint)
-    if checkpoint.run is not None and set_run(connection, serial, checkpoint.run, stamp.now):
+        _update_foreign(connection, serial, checkpoint, stamp)
+    if checkpoint.run is not None and set_run(connection, serial, checkpoint.run, stamp):
         touch(connection, [serial])
 
 
@@ -331,7 +331,7 @@ def _record_remnant(connection: Connection, serial: int, checkpoint: Found) -> N
     insert_if_absent(connection, Form, form, {}, Form.manifest)
 
 
-def _update_foreign(connection: Connection, serial: int, checkpoint: Found) -> None:
+def _update_foreign(connection: Connection, serial: int, checkpoint: Found, stamp: Stamp) -> None:
     """Add what is missing of a foreign checkpoint: its reader may find more than the version that recorded it."""
     manifest = checkpoint.manifest
     if manifest.config:
@@ -341,8 +341,10 @@ def _update_foreign(connection: Connection, serial: int, checkpoint: Found) -> N
         connection.execute(update.values(config_id=config))
     if manifest.step is not None:
         replaced = sa.true() if checkpoint.replace_step else CheckpointRow.step.is_(None)
-        update = sa.update(CheckpointRow).where(CheckpointRow.serial == serial, replaced)
-        connection.execute(update.values(step=manifest.step))
+        other = CheckpointRow.step.is_distinct_from(manifest.step)
+        update = sa.update(CheckpointRow).where(CheckpointRow.serial == serial, replaced, other)
+        if connection.execute(update.values(step=manifest.step)).rowcount:
+            event(connection, "step", stamp, serial, step=manifest.step)
     for name, value in manifest.metrics.items():
         keys = {"checkpoint": serial, "name": storable_text(name)}
         values = {"value": stored_metric(value), "measured": _created(manifest)}
@@ -403,14 +405,21 @@ def _created(manifest: Manifest) -> datetime:
     return created if created.tzinfo is not None else created.replace(tzinfo=UTC)
 
 
-def set_run(connection: Connection, serial: int, run: str, now: datetime) -> bool:
+def set_run(connection: Connection, serial: int, run: str, stamp: Stamp) -> bool:
     """Set the run of a checkpoint."""
-    run_id = _run(connection, run, now)
+    run_id = _run(connection, run, stamp.now)
+    before = connection.scalar(
+        sa.select(RunRow.name)
+        .join(CheckpointRow, CheckpointRow.run_id == RunRow.id)
+        .where(CheckpointRow.serial == serial)
+    )
     changed = connection.execute(
         sa.update(CheckpointRow)
         .where(CheckpointRow.serial == serial, CheckpointRow.run_id.is_distinct_from(run_id))
         .values(run_id=run_id)
     )
+    if changed.rowcount:
+        event(connection, "run", stamp, serial, run=run, before=before)
     return changed.rowcount > 0
 
 
@@ -435,7 +444,7 @@ def record_location(
     lock(connection, {serial, serial if before is None else before})  # so that `forget` waits
     here: dict[str, Any] = {"checkpoint": serial, "seen": stamp.now, "listing": listing}
     if before != serial:
-        _undo_documented_deletion(connection, serial)
+        _undo_documented_deletion(connection, serial, url, stamp)
         removed = (CheckpointRow.serial == serial, CheckpointRow.state.in_(REMOVED))
         spared = exists(connection, *removed)
         here |= {"deleted": None, "purge_after": None, "spared": spared}
@@ -463,12 +472,14 @@ def record_location(
     return reappeared
 
 
-def _undo_documented_deletion(connection: Connection, serial: int) -> None:
+def _undo_documented_deletion(connection: Connection, serial: int, url: str, stamp: Stamp) -> None:
     """Undo a deletion that only the documents of all places record, when the checkpoint gets another place."""
     ours = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_(None))
     documented = sa.exists().where(Location.checkpoint == serial, Location.deleted.is_not(None))
     where = (CheckpointRow.serial == serial, CheckpointRow.state == "deleted", documented, ~ours)
-    connection.execute(sa.update(CheckpointRow).where(*where).values(**COMMITTED_AGAIN))
+    again = sa.update(CheckpointRow).where(*where).values(**COMMITTED_AGAIN)
+    if connection.execute(again).rowcount:
+        event(connection, "found", stamp, serial, url=url)
 
 
 def forget(connection: Connection, gone: Iterable[LocationEntry], stamp: Stamp) -> list[str]:

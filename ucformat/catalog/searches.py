@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from ucformat.catalog import search
+from ucformat.catalog import changes, search
 from ucformat.catalog import stamp as stamps
 from ucformat.catalog.entries import LineEntry
 from ucformat.catalog.loading import load_entries
@@ -88,6 +88,22 @@ class Searches:
         """
         with self._database.reading() as c:
             return search.find_series(c, metrics, where, stamps.now(), most=most)
+
+    def settled(self, log: changes.SettledLog) -> int:
+        """The position in the audit log up to which no entry will appear any more."""
+        with self._database.reading() as c:
+            return log.read(c)
+
+    def changes(self, after: int, until: int, *, most: int = 256) -> changes.Changes:
+        """Find out which aliases and runs entries of the audit log may have moved.
+
+        Args:
+            after: a position in the log, exclusive.
+            until: a position up to which it is settled, inclusive.
+            most: so many entries at most.
+        """
+        with self._database.reading() as c:
+            return changes.load_changes(c, after, until, most)
 
     def lines(self, where: str | Node = "") -> list[LineEntry]:
         """Find the lines of all runs (docs/catalog.md), by run."""

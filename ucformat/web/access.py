@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse
 
-from ucformat.errors import UsageError
+from ucformat.errors import PermissionDenied, UsageError
 from ucformat.web.library import Access
 
 if TYPE_CHECKING:
@@ -150,6 +150,9 @@ class Gate:
                 status = message["status"]
             else:
                 sent += len(message.get("body", b""))
+                if access is not None and access.is_over and message.get("more_body"):
+                    # an answer that is not completed closes the connection
+                    raise PermissionDenied("the token has expired meanwhile")
             await send(message)
 
         headers = {
@@ -215,9 +218,10 @@ class Gate:
         for token in self.tokens:  # all of them, so that the time tells nothing
             if hmac.compare_digest(token.sha256, digest):
                 matching = token
-        if matching is None or (matching.expires is not None and time.time() >= matching.expires):
+        if matching is None:
             return None
-        return Access(matching.name, matching.scope, matching.rate)
+        access = Access(matching.name, matching.scope, matching.rate, matching.expires)
+        return None if access.is_over else access
 
     def _in_rate(self, access: Access) -> bool:
         """Whether a client has not used up its requests."""

@@ -22,6 +22,7 @@ from ucformat.errors import (
     UsageError,
 )
 from ucformat.web.access import Gate, access_of
+from ucformat.web.events import Listeners
 from ucformat.web.hub import hub_routes
 from ucformat.web.library import NoFile, NoRepository, NoRevision
 from ucformat.web.pages import error_page, page_routes
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import ASGIApp
 
     from ucformat.web.access import Token
     from ucformat.web.library import Library
@@ -68,16 +68,19 @@ def make_app(
         tokens: one of which a request must have; empty: requests need none.
         open_to_all: answer requests to any host name although there are no tokens.
     """
-    return Starlette(
+    listeners = Listeners(library)
+    app = Starlette(
         routes=[
             *page_routes(library),
-            *plane_routes(library),
+            *plane_routes(library, listeners),
             *registry_routes(library),
             *hub_routes(library),
         ],
         middleware=[Middleware(Gate, tokens=tokens, open_to_all=open_to_all)],
         exception_handlers={UcformatError: partial(_failed, library)},
     )
+    app.state.listeners = listeners
+    return app
 
 
 async def _failed(library: Library, request: Request, error: Exception) -> Response:
@@ -98,12 +101,30 @@ async def _failed(library: Library, request: Request, error: Exception) -> Respo
     return JSONResponse({"error": text, "hint": shown["hint"]}, status, headers)
 
 
-class _Server(uvicorn.Server):
-    """Tells its url when it is ready."""
+class Server(uvicorn.Server):
+    """Serves an application of `make_app`.
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[str], None]) -> None:
+    Args:
+        started: called with the url when requests are answered.
+    """
+
+    def __init__(
+        self, app: Starlette, host: str, port: int, started: Callable[[str], None]
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=5,
+            ws="none",
+            lifespan="off",
+        )
         super().__init__(config)
-        self._on_start = started
+        self._on_start, self._listeners = started, app.state.listeners
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
@@ -112,23 +133,16 @@ class _Server(uvicorn.Server):
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn, which waits for answers, and some of ours have no end."""
+        self._listeners.close()
+        await super().shutdown(sockets)
 
-def run(app: ASGIApp, host: str, port: int, started: Callable[[str], None]) -> None:
+
+def run(app: Starlette, host: str, port: int, started: Callable[[str], None]) -> None:
     """Serve until the process is told to end.
 
     Args:
         started: called with the url when requests are answered.
     """
-    config = uvicorn.Config(
-        app,
-        host,
-        port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=5,
-        ws="none",
-        lifespan="off",
-    )
-    _Server(config, started).run()
+    Server(app, host, port, started).run()

@@ -40,6 +40,7 @@ _ERRORS = {
     422: "The checkpoint has it, but it cannot be answered in this form.",
     429: "The client has used up its requests.",
 }
+_BUSY = {503: "Too many clients are answered; try again later."}
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ class Endpoint:
         parameters: in the path and the query.
         body: the JSON Schema of what is sent (default: nothing is).
         ranges: whether parts of the answer can be asked for.
+        headers: what a request may say in its headers.
+        endless: whether the answer goes on, so that there may be too many at once.
     """
 
     method: str
@@ -140,6 +143,8 @@ class Endpoint:
     parameters: Sequence[Parameter] = ()
     body: Mapping[str, Any] | None = None
     ranges: bool = False
+    headers: Sequence[Parameter] = ()
+    endless: bool = False
     _pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -218,18 +223,23 @@ class Endpoint:
         """What the OpenAPI document says of it."""
         content: dict[str, Any] = {kind: {} for kind in self.answers}
         statuses = (200, 206) if self.ranges else (200,)
-        errors = [s for s in _ERRORS if s != 416 or self.ranges]
+        texts = _ERRORS | (_BUSY if self.endless else {})
+        errors = [s for s in texts if s != 416 or self.ranges]
         out: dict[str, Any] = {
             "summary": self.text,
             "parameters": [
-                p.document("path" if p.name in self.in_path else "query") for p in self.parameters
+                *(
+                    p.document("path" if p.name in self.in_path else "query")
+                    for p in self.parameters
+                ),
+                *(p.document("header") for p in self.headers),
             ],
             "responses": {
                 **{str(s): {"description": self.text, "content": content} for s in statuses},
                 **({"304": {"description": "The client has it already."}} if self.ranges else {}),
                 **{
                     str(s): {
-                        "description": _ERRORS[s],
+                        "description": texts[s],
                         "content": {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
                     }
                     for s in errors

@@ -166,11 +166,18 @@ class Access:
         name: of whom, for the log.
         scope: a filter of the catalog that checkpoints must match; empty: all.
         rate: requests in a second (None: any number).
+        expires: until when, in seconds since 1970 (None: for ever).
     """
 
     name: str = "local"
     scope: str = ""
     rate: float | None = None
+    expires: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has expired."""
+        return self.expires is not None and time.time() >= self.expires
 
 
 class Library:

@@ -20,6 +20,7 @@ from ucformat.schema.values import dumps
 from ucformat.web.blocking import in_thread
 from ucformat.web.document import content_of_file, described
 from ucformat.web.endpoints import Endpoint, EndpointRoute, Parameter, openapi, reserved
+from ucformat.web.events import EventStream, Listeners
 from ucformat.web.library import NoFile
 from ucformat.web.streaming import RangeResponse
 from ucformat.web.tensors import (
@@ -75,18 +76,18 @@ class _Json(Response):
         return dumps(content).encode()
 
 
-def plane_routes(library: Library) -> list[EndpointRoute]:
+def plane_routes(library: Library, listeners: Listeners) -> list[EndpointRoute]:
     """The routes of the data plane."""
-    return [EndpointRoute(endpoint) for endpoint in endpoints_of(library)]
+    return [EndpointRoute(endpoint) for endpoint in endpoints_of(library, listeners)]
 
 
-def endpoints_of(library: Library) -> list[Endpoint]:
+def endpoints_of(library: Library, listeners: Listeners) -> list[Endpoint]:
     """The table of the data plane.
 
     Raises:
         UsageError: a place has the name of something else there.
     """
-    plane = _Plane(library)
+    plane = _Plane(library, listeners)
     table = [
         Endpoint("GET", "/v1/openapi.json", "This document.", plane.document),
         Endpoint(
@@ -100,6 +101,19 @@ def endpoints_of(library: Library) -> list[Endpoint]:
                 Parameter("limit", "How many.", most=_MAX_LIMIT, default="100"),
                 Parameter("offset", "How many to pass over.", most=_MAX_NUMBER, default="0"),
             ),
+        ),
+        Endpoint(
+            "GET",
+            "/v1/events",
+            "What an alias, or the newest checkpoint of a run, is by now, as server-sent events.",
+            plane.events,
+            ("text/event-stream",),
+            headers=(
+                Parameter(
+                    "Last-Event-ID", "The `id` of the last event; what came after it follows."
+                ),
+            ),
+            endless=True,
         ),
         Endpoint(
             "GET",
@@ -179,8 +193,8 @@ def endpoints_of(library: Library) -> list[Endpoint]:
 class _Plane:
     """Answers the requests of the data plane."""
 
-    def __init__(self, library: Library) -> None:
-        self.library = library
+    def __init__(self, library: Library, listeners: Listeners) -> None:
+        self.library, self._listeners = library, listeners
         self.endpoints: list[Endpoint] = []
 
     async def document(self, call: Call) -> ASGIApp:  # noqa: ARG002 - as all
@@ -205,6 +219,11 @@ class _Plane:
             }
 
         return _Json(await in_thread(look_up))
+
+    async def events(self, call: Call) -> ASGIApp:
+        """Tell what moves."""
+        last = call.request.headers.get("last-event-id", "")
+        return await in_thread(EventStream, self._listeners, call.access, last)
 
     async def checkpoint(self, call: Call) -> ASGIApp:
         """Describe a checkpoint."""

@@ -230,7 +230,7 @@ class _Sending:
 
     async def run(self, receive: Receive, send: Send) -> None:
         """Send all pieces, until the client is gone."""
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             while self.position < self.stop and not gone.done():
                 if self._piece is None:
@@ -284,7 +284,7 @@ class _Sending:
         self._input.close()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
