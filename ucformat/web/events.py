@@ -235,7 +235,10 @@ def page_of(library: Library, catalog: Catalog, access: Access, after: int, unti
         entries = library.entries(access, f"alias = {quoted(name)}", limit=1)
         ids = f"id in ({', '.join(map(quoted, left))})"
         is_known = bool(entries or (left and library.entries(access, ids, limit=1, deleted=True)))
-        data = {"alias": name, "checkpoint": _named(entries[0]) if entries else None}
+        data: dict[str, Any] = {
+            "alias": name,
+            "checkpoint": _named(entries[0]) if entries else None,
+        }
         messages.append(Message("alias", name, data, is_known))
     for run, is_moved in changes.runs.items():
         if not is_moved and not library.is_limited(access):
