@@ -120,6 +120,12 @@ def access_of(connection: HTTPConnection) -> Access:
     return access
 
 
+def is_guarded(connection: HTTPConnection) -> bool:
+    """Whether a request needs a token."""
+    guarded: bool = connection.scope["state"]["guarded"]
+    return guarded
+
+
 class Gate:
     """Lets through only what is allowed to pass, and logs it.
 
@@ -176,7 +182,7 @@ class Gate:
             if refused is not None:
                 await refused(scope, receive, counted)
                 return
-            scope.setdefault("state", {})["access"] = access
+            scope.setdefault("state", {}).update(access=access, guarded=bool(self.tokens))
             await self.app(scope, _limited(receive), counted)
         finally:
             _log.info(

@@ -65,6 +65,14 @@ def described(served: Served, ref: str, library: Library, access: Access) -> dic
     return document.model_dump(by_alias=True)
 
 
+def schemas_of_document() -> dict[str, Any]:
+    """The schemas of the document for OpenAPI, by name: that of all of it is `Checkpoint`."""
+    schema = ServedDoc.model_json_schema(
+        mode="serialization", ref_template="#/components/schemas/{model}"
+    )
+    return {**schema.pop("$defs", {}), "Checkpoint": schema}
+
+
 def _tensor(info: TensorInfo, metadata: CheckpointMetadata) -> ServedTensorDoc:
     return ServedTensorDoc(
         name=info.name,

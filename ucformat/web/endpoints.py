@@ -33,13 +33,25 @@ _JSON = "application/json"
 _ERRORS = {
     400: "The request is not understood; `error` and `hint` say why.",
     401: "The server needs a token.",
+    403: "The server may not read the files of the checkpoint.",
     404: "There is nothing of that name that this client may see.",
+    405: "Another method is needed; nothing can be written.",
     409: "The files of the checkpoint changed; ask again.",
+    413: "The request is too large.",
+    414: "The query is too long.",
     416: "There are no such bytes.",
     421: "The server has another name.",
     422: "The checkpoint has it, but it cannot be answered in this form.",
     429: "The client has used up its requests.",
+    500: "The checkpoint is damaged, or the catalog cannot be asked.",
 }
+#: Headers of what is answered by ranges.
+_RANGE_HEADERS = {
+    "ETag": ("What changes with the bytes.", r'^"[0-9a-f]{40}"$'),
+    "Accept-Ranges": ("That parts can be asked for.", "^bytes$"),
+    "X-Ucformat-Id": ("The id of the checkpoint.", None),
+}
+_CONTENT_RANGE = {"Content-Range": ("Which part it is.", r"^bytes \d+-\d+/\d+$")}
 _BUSY = {503: "Too many clients are answered; try again later."}
 
 
@@ -81,6 +93,8 @@ class Parameter:
             schema["enum"] = list(self.choices)
         if self.default is not None:
             schema["default"] = self.default if self.most is None else int(self.default)
+        if where == "path":
+            schema["minLength"] = 1
         example = {} if self.example is None else {"example": self.example}
         required = {"required": True} if where == "path" else {}
         return {
@@ -131,6 +145,7 @@ class Endpoint:
         parameters: in the path and the query.
         body: the JSON Schema of what is sent (default: nothing is).
         ranges: whether parts of the answer can be asked for.
+        schema: of the answer, if it is JSON.
         headers: what a request may say in its headers.
         endless: whether the answer goes on, so that there may be too many at once.
     """
@@ -143,6 +158,7 @@ class Endpoint:
     parameters: Sequence[Parameter] = ()
     body: Mapping[str, Any] | None = None
     ranges: bool = False
+    schema: Mapping[str, Any] | None = None
     headers: Sequence[Parameter] = ()
     endless: bool = False
     _pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
@@ -221,11 +237,19 @@ class Endpoint:
 
     def document(self) -> dict[str, Any]:
         """What the OpenAPI document says of it."""
-        content: dict[str, Any] = {kind: {} for kind in self.answers}
-        statuses = (200, 206) if self.ranges else (200,)
+        answers: dict[str, Any] = {"200": {"description": self.text, "content": self._content()}}
+        if self.ranges:
+            answers["200"]["headers"] = self._documented(_RANGE_HEADERS)
+            answers["206"] = {
+                "description": "The part that was asked for.",
+                "content": {kind: {} for kind in self.answers},
+                "headers": self._documented(_RANGE_HEADERS | _CONTENT_RANGE),
+            }
+            answers["304"] = {"description": "The client has it already."}
         texts = _ERRORS | (_BUSY if self.endless else {})
         errors = [s for s in texts if s != 416 or self.ranges]
         out: dict[str, Any] = {
+            "operationId": f"{self.method.lower()}_{self.handler.__name__}",
             "summary": self.text,
             "parameters": [
                 *(
@@ -235,8 +259,7 @@ class Endpoint:
                 *(p.document("header") for p in self.headers),
             ],
             "responses": {
-                **{str(s): {"description": self.text, "content": content} for s in statuses},
-                **({"304": {"description": "The client has it already."}} if self.ranges else {}),
+                **answers,
                 **{
                     str(s): {
                         "description": texts[s],
@@ -249,6 +272,22 @@ class Endpoint:
         if self.body is not None:
             out["requestBody"] = {"required": True, "content": {_JSON: {"schema": self.body}}}
         return out
+
+    def _content(self) -> dict[str, Any]:
+        """The media types of the answer, with the schema of JSON."""
+        schema = {} if self.schema is None else {"schema": self.schema}
+        return {kind: schema if kind == _JSON else {} for kind in self.answers}
+
+    def _documented(self, headers: Mapping[str, tuple[str, str | None]]) -> dict[str, Any]:
+        """What the OpenAPI document says of headers; listings of folders, in HTML, have none of them."""
+        return {
+            name: {
+                "description": text,
+                "required": "text/html" not in self.answers,
+                "schema": {"type": "string"} | ({} if pattern is None else {"pattern": pattern}),
+            }
+            for name, (text, pattern) in headers.items()
+        }
 
 
 class EndpointRoute(BaseRoute):
@@ -293,8 +332,15 @@ class EndpointRoute(BaseRoute):
         await response(scope, receive, send)
 
 
-def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """The OpenAPI document of endpoints."""
+def openapi(
+    endpoints: Sequence[Endpoint], schemas: Mapping[str, Any], *, guarded: bool
+) -> dict[str, Any]:
+    """The OpenAPI document of endpoints.
+
+    Args:
+        schemas: those that the endpoints refer to, by their names.
+        guarded: whether requests need a token.
+    """
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
@@ -309,10 +355,10 @@ def openapi(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         "info": {"title": "ucformat", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {"Error": error},
+            "schemas": {"Error": error, **schemas},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{}, {"token": []}],
+        "security": [{"token": []}] if guarded else [],
     }
 
 

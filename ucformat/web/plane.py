@@ -17,8 +17,9 @@ from ucformat.geometry.layout import Layout
 from ucformat.reading.indexing import parse_slice
 from ucformat.reading.rank import plan_data
 from ucformat.schema.values import dumps
+from ucformat.web.access import is_guarded
 from ucformat.web.blocking import in_thread
-from ucformat.web.document import content_of_file, described
+from ucformat.web.document import content_of_file, described, schemas_of_document
 from ucformat.web.endpoints import Endpoint, EndpointRoute, Parameter, openapi, reserved
 from ucformat.web.events import EventStream, Listeners
 from ucformat.web.library import NoFile
@@ -54,6 +55,7 @@ _REF = Parameter(
 _PLAN_BODY = {
     "type": "object",
     "required": ["layout", "rank"],
+    "additionalProperties": False,
     "properties": {
         "layout": {"type": "object", "description": "A layout (docs/layout.md)."},
         "rank": {"type": "integer", "minimum": 0},
@@ -62,6 +64,35 @@ _PLAN_BODY = {
             "items": {"type": "string"},
             "description": "Only these states; by default all.",
         },
+    },
+}
+_COUNT = {"type": "integer", "minimum": 0}
+_PLAN_COUNTS = (
+    *("rank", "tensors", "memory", "bytes_needed", "bytes_read", "bytes_unverified"),
+    *("bytes_besides", "requests", "zero_filled"),
+)
+_PLAN = {
+    "type": "object",
+    "required": [*_PLAN_COUNTS, "files"],
+    "properties": dict.fromkeys(_PLAN_COUNTS, _COUNT) | {"files": {"type": "object"}},
+}
+_LISTED = {
+    "type": "object",
+    "required": ["checkpoints", "next"],
+    "properties": {
+        "checkpoints": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["id", "kind", "state", "run", "step"],
+                "properties": {
+                    "id": {"type": "string"},
+                    "run": {"type": ["string", "null"]},
+                    "step": {"type": ["integer", "null"]},
+                },
+            },
+        },
+        "next": {"type": ["integer", "null"]},
     },
 }
 
@@ -89,12 +120,15 @@ def endpoints_of(library: Library, listeners: Listeners) -> list[Endpoint]:
     """
     plane = _Plane(library, listeners)
     table = [
-        Endpoint("GET", "/v1/openapi.json", "This document.", plane.document),
+        Endpoint(
+            "GET", "/v1/openapi.json", "This document.", plane.document, schema={"type": "object"}
+        ),
         Endpoint(
             "GET",
             "/v1/checkpoints",
             "The checkpoints of the catalog that match a filter.",
             plane.checkpoints,
+            schema=_LISTED,
             parameters=(
                 Parameter("where", "A filter (docs/filters.md); by default all."),
                 Parameter("sort", "The order, such as `-metric.loss`.", default=NEWEST),
@@ -121,6 +155,7 @@ def endpoints_of(library: Library, listeners: Listeners) -> list[Endpoint]:
             "A checkpoint: its tensors, and what the catalog has of it.",
             plane.checkpoint,
             parameters=(_REF,),
+            schema={"$ref": "#/components/schemas/Checkpoint"},
             ranges=True,
         ),
         Endpoint(
@@ -169,6 +204,7 @@ def endpoints_of(library: Library, listeners: Listeners) -> list[Endpoint]:
             "What a rank of a layout reads of the checkpoint.",
             plane.plan,
             parameters=(_REF,),
+            schema=_PLAN,
             body=_PLAN_BODY,
         ),
         Endpoint(
@@ -197,9 +233,10 @@ class _Plane:
         self.library, self._listeners = library, listeners
         self.endpoints: list[Endpoint] = []
 
-    async def document(self, call: Call) -> ASGIApp:  # noqa: ARG002 - as all
+    async def document(self, call: Call) -> ASGIApp:
         """The OpenAPI document."""
-        return _Json(openapi(self.endpoints))
+        guarded = is_guarded(call.request)
+        return _Json(openapi(self.endpoints, schemas_of_document(), guarded=guarded))
 
     async def checkpoints(self, call: Call) -> ASGIApp:
         """List checkpoints of the catalog."""
@@ -362,6 +399,8 @@ def _planned(served: Served, call: Call) -> tuple[Checkpoint, ReadPlan]:
     document, rank, states = (call.body.get(name) for name in ("layout", "rank", "states"))
     if not isinstance(document, dict):
         raise UsageError("`layout` is a JSON object", hint="docs/layout.md")
+    if isinstance(rank, float) and rank.is_integer():  # JSON has one kind of numbers
+        rank = int(rank)
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise UsageError("`rank` is an integer")
     if states is not None and not (
