@@ -47,9 +47,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Served:
-    """A folder at an endpoint."""
+    """A folder at an endpoint, that of a process."""
 
     endpoint: str
+    process: subprocess.Popen[str]
 
     def url(self, path: str) -> str:
         """The url of a file or folder in it."""
@@ -69,7 +70,7 @@ def serving_files(folder: Path, latency: float = 0) -> Iterator[Served]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
-            yield Served(f"http://127.0.0.1:{int(process.stdout.readline())}")
+            yield Served(f"http://127.0.0.1:{int(process.stdout.readline())}", process)
         finally:
             process.terminate()
 
