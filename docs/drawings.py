@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import ucformat
+from ucformat.drawing import draw_boxes
 from ucformat.geometry.tensor import Key, single_extents
 from ucformat.testing import checkpoint_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from ucformat.geometry.box import Box
+
+    RankBoxes = Mapping[Box, list[int]]
 
 IMAGES = Path(__file__).parent / "images"
 SHAPE = (12, 16)
 KEY = Key("layers.0.up_proj.weight", "weight")
-CELL = 18  # pixels of an element
-COLOURS = ("#4c78a8", "#e08a2e", "#54a24b", "#b279a2")
+WIDTH, HEIGHT = 288, 216  # pixels of a tensor
 SAVED = ucformat.Layout(
     mesh={"dp": 2, "tp": 2},
     rules=[{"match": "*", "place": [{"shard": 0, "over": "tp"}]}],
@@ -39,55 +41,43 @@ WANTED = ucformat.Layout(
 )
 
 
-def held(layout: ucformat.Layout, checkpoint: ucformat.Checkpoint) -> list[tuple[Box, str, str]]:
-    """The boxes that the ranks of a layout hold: each with its label and colour."""
+def rank_boxes(layout: ucformat.Layout, checkpoint: ucformat.Checkpoint) -> RankBoxes:
+    """The boxes that the ranks of a layout hold, each with its ranks."""
     bound = layout.bind(checkpoint.source.metadata.tensor_list)
-    return [
-        (piece.box, f"rank {rank}", COLOURS[rank % len(COLOURS)])
-        for rank in range(bound.ranks)
-        for piece in bound.pieces(KEY, rank)
-    ]
+    boxes: dict[Box, list[int]] = {}
+    for rank in range(bound.ranks):
+        for piece in bound.pieces(KEY, rank):
+            boxes.setdefault(piece.box, []).append(rank)
+    return boxes
 
 
-def stored(checkpoint: ucformat.Checkpoint) -> list[tuple[Box, str, str]]:
+def stored(checkpoint: ucformat.Checkpoint) -> list[Box]:
     """The chunks of the tensor."""
-    return [(e.box, "", "none") for e in single_extents(checkpoint.source.extents(KEY))]
+    return [extent.box for extent in single_extents(checkpoint.source.extents(KEY))]
 
 
-def intersected(
-    parts: Iterable[tuple[Box, str, str]], pieces: Iterable[tuple[Box, str, str]]
-) -> list[tuple[Box, str, str]]:
-    """What the pieces need of each part, in the colours of the pieces."""
-    pieces = list(pieces)
-    both = [
-        (part.intersect(box), label, colour)
-        for part, _, _ in parts
-        for box, label, colour in pieces
-    ]
-    return [(box, "", colour) for box, _, colour in both if box is not None]
+def read(parts: Iterable[Box], pieces: RankBoxes) -> RankBoxes:
+    """What the pieces need of each part."""
+    both = {part.intersect(box): ranks for part in parts for box, ranks in pieces.items()}
+    return {box: ranks for box, ranks in both.items() if box is not None}
 
 
-def panel(title: str, boxes: Iterable[tuple[Box, str, str]], left: int) -> str:
+def panel(title: str, parts: Iterable[Box], pieces: RankBoxes, left: int) -> str:
     """The tensor with boxes in it, as SVG."""
-    parts = [f'<text x="{left}" y="16" class="title">{html.escape(title)}</text>']
-    for box, label, colour in boxes:
-        x, y = left + box.start[1] * CELL, 26 + box.start[0] * CELL
-        width, height = box.shape[1] * CELL, box.shape[0] * CELL
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{colour}" fill-opacity=".5" '
-            'stroke="#808080"/>'
-        )
-        if label:
-            parts.append(f'<text x="{x + 4}" y="{y + 13}">{html.escape(label)}</text>')
-    edge = f'width="{SHAPE[1] * CELL}" height="{SHAPE[0] * CELL}" fill="none" stroke="#808080" stroke-width="2"'
-    return "\n".join([*parts, f'<rect x="{left}" y="26" {edge}/>'])
+    boxes = draw_boxes(title, SHAPE, parts, pieces, width=WIDTH, captioned=False)
+    edge = f'width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#808080" stroke-width="2"'
+    return (
+        f'<text x="{left}" y="16" class="title">{html.escape(title)}</text>\n'
+        f'<g transform="translate({left} 26)">{boxes}</g>\n'
+        f'<rect x="{left}" y="26" {edge}/>'
+    )
 
 
-def picture(*panels: tuple[str, Iterable[tuple[Box, str, str]]]) -> str:
+def picture(*panels: tuple[str, Iterable[Box], RankBoxes]) -> str:
     """Panels beside each other, on white, so that they can be read on dark pages, too."""
-    step = SHAPE[1] * CELL + 24
-    width, height = len(panels) * step, SHAPE[0] * CELL + 38
-    drawn = [panel(title, boxes, 12 + i * step) for i, (title, boxes) in enumerate(panels)]
+    step = WIDTH + 24
+    width, height = len(panels) * step, HEIGHT + 38
+    drawn = [panel(*each, left=12 + i * step) for i, each in enumerate(panels)]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">\n'
         "<style>text{font:11px sans-serif;fill:#222}.title{font-size:13px;font-weight:bold}</style>\n"
@@ -103,31 +93,23 @@ def pictures() -> dict[str, str]:
         source = checkpoint_of(Path(folder) / "source", {tuple(KEY): array})
         checkpoint = ucformat.convert(source, Path(folder) / "universal", chunk_bytes=128)
         before, chunks, after = (
-            held(SAVED, checkpoint),
+            rank_boxes(SAVED, checkpoint),
             stored(checkpoint),
-            held(WANTED, checkpoint),
+            rank_boxes(WANTED, checkpoint),
         )
-        one = [piece for piece in after if piece[1] == "rank 1"]
+        one = {box: ranks for box, ranks in after.items() if ranks == [1]}
         return {
             "in_place.svg": picture(
-                ("extents: in the files of 4 ranks", before),
-                ("pieces under tp=4", after),
-                ("what rank 1 reads", before_of_one(before, one)),
+                ("extents: in the files of 4 ranks", (), before),
+                ("pieces under tp=4", (), after),
+                ("what rank 1 reads", before, read(before, one)),
             ),
             "chunks.svg": picture(
-                ("extents: chunks of a Zarr array", chunks),
-                ("pieces under tp=4", after),
-                ("what rank 1 reads", [*chunks, *intersected(chunks, one)]),
+                ("extents: chunks of a Zarr array", chunks, {}),
+                ("pieces under tp=4", (), after),
+                ("what rank 1 reads", chunks, read(chunks, one)),
             ),
         }
-
-
-def before_of_one(
-    before: list[tuple[Box, str, str]], one: list[tuple[Box, str, str]]
-) -> list[tuple[Box, str, str]]:
-    """The extents in outline, and what one rank needs of each."""
-    outlines = [(box, label, "none") for box, label, _ in before]
-    return [*outlines, *intersected(before, one)]
 
 
 def main() -> None:

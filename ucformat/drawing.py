@@ -97,7 +97,14 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def draw_boxes(
-    label: str, shape: Sequence[int], chunks: Iterable[Box], held: Mapping[Box, Sequence[int]]
+    label: str,
+    shape: Sequence[int],
+    chunks: Iterable[Box],
+    held: Mapping[Box, Sequence[int]],
+    *,
+    others: int = 0,
+    width: float = _WIDTH,
+    captioned: bool = True,
 ) -> Drawing:
     """Draw the chunks of a tensor, and over them the boxes that ranks hold.
 
@@ -106,15 +113,22 @@ def draw_boxes(
 
     Args:
         label: what the tensor is.
-        held: the ranks that hold each box.
+        held: the ranks that hold each box, of which the first gives it its colour.
+        others: how many chunks there are besides; then none is drawn.
+        width: of a tensor that is not much higher than wide, in pixels.
+        captioned: whether the label is also below the boxes (default: yes).
+
+    Raises:
+        UsageError: the ranks' boxes are too many to be drawn.
     """
     rows, columns = prod(shape[:-1]), shape[-1] if shape else 1
-    width = _WIDTH if columns >= rows / 4 else _WIDTH / 3
-    height = min(_HIGH, max(_LOW, _WIDTH * rows / max(1, columns)))
+    height = min(_HIGH, max(_LOW, width * rows / max(1, columns)))
+    if columns < rows / 4:
+        width /= 3
     across, down = width / max(1, columns), height / max(1, rows)
     parts: list[str] = []
     grid: list[str] = []
-    number = 0
+    number = others
     outline = f'fill="none" stroke="{_GREY}" stroke-opacity=".6" stroke-width=".7"'
     for box in chunks:
         number += 1
@@ -122,7 +136,7 @@ def draw_boxes(
         places = islice(_rectangles(box, shape), room)
         grid += [_rectangle(place, across, down, outline) for place in places]
     description = f"{label}, stored in {plural(number, 'part')}"
-    if len(grid) > MAX_RECTANGLES:
+    if others or len(grid) > MAX_RECTANGLES:
         description += ", which are too many to be drawn"
     else:
         parts += grid
@@ -130,9 +144,9 @@ def draw_boxes(
         ranks = {rank for some in held.values() for rank in some}
         description += f", {'boxes' if len(held) > 1 else 'box'} of {plural(len(ranks), 'rank')}"
     drawn = 0
-    for i, (box, some) in enumerate(held.items()):
+    for box, some in held.items():
         text = _ranks(some)
-        colour = f'fill="{_COLOURS[i % len(_COLOURS)]}" fill-opacity=".55" stroke="{_GREY}"'
+        colour = f'fill="{colour_of(some[0])}" fill-opacity=".55" stroke="{_GREY}"'
         title = f"<title>{escaped(f'{text}: {box}')}</title>"
         for place in _rectangles(box, shape):
             drawn += 1
@@ -144,13 +158,20 @@ def draw_boxes(
             parts.append(_rectangle(place, across, down, colour, title))
             parts.append(_name(text, place, across, down))
     caption = escaped(description)
-    total = max(width, 420.0)
-    text = f'<text x="0" y="{height + 18:.0f}" font-size="12" fill="currentColor">{caption}</text>'
+    if captioned:
+        at = f'x="0" y="{height + 18:.0f}" font-size="12" fill="currentColor"'
+        parts.append(f"<text {at}>{caption}</text>")
+        width, height = max(width, 420.0), height + 26
     return Drawing(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total:.0f} {height + 26:.0f}" '
-        f'width="{total:.0f}" height="{height + 26:.0f}" role="img" aria-label="{caption}" '
-        f'font-family="sans-serif">{"".join(parts)}{text}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" role="img" aria-label="{caption}" '
+        f'font-family="sans-serif">{"".join(parts)}</svg>'
     )
+
+
+def colour_of(rank: int) -> str:
+    """The colour of what a rank holds."""
+    return _COLOURS[rank % len(_COLOURS)]
 
 
 def _rectangles(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
