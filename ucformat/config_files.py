@@ -78,7 +78,12 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _yaml(path: Path, text: str, fault: type[UsageError]) -> Any:
+def read_config_text(text: str, what: str, fault: type[UsageError] = UsageError) -> Any:
+    """Read YAML, or JSON, which is YAML, too; a key that is given twice is an error."""
+    return _yaml(what, text, fault)
+
+
+def _yaml(path: Path | str, text: str, fault: type[UsageError]) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.content import ListedTensor
     from ucformat.catalog.diff import Changed
     from ucformat.catalog.entries import Entry
+    from ucformat.catalog.retention import RetentionPlan, RetentionRow
 
 _NAMES = {"nbytes": "bytes", "files_nbytes": "files_bytes", "disk_nbytes": "disk_bytes"}
 
@@ -38,6 +39,46 @@ def tensor_data(tensor: ListedTensor) -> dict[str, Any]:
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
         "bytes": tensor.nbytes,
+    }
+
+
+def row_data(row: RetentionRow, **extra: Any) -> dict[str, Any]:
+    """The JSON of a checkpoint in a plan of retention or of `gc`."""
+    return {
+        "id": row.id,
+        "name": row.name,
+        "run": row.run,
+        "step": row.step,
+        "created": instant(row.created),
+        "bytes": row.nbytes,
+        **extra,
+    }
+
+
+def retention_data(plan: RetentionPlan, *, applied: bool) -> dict[str, Any]:
+    """The JSON of what a policy keeps, thins and deletes."""
+    return {
+        "plan": plan.id,
+        "applied": applied,
+        "delete": [row_data(row) for row in plan.delete],
+        "keep": [row_data(kept.row, reasons=list(kept.reasons)) for kept in plan.keep],
+        "thin": [
+            row_data(
+                t.row,
+                reasons=list(t.reasons),
+                states=list(t.states),
+                dropped=t.dropped,
+                bytes_kept=t.bytes_kept,
+            )
+            for t in plan.thin
+        ],
+        "runs": [data_of(run) for run in plan.runs],
+        "untouched": [row_data(kept.row, reasons=list(kept.reasons)) for kept in plan.untouched],
+        "idle": list(plan.idle),
+        "bytes_deleted": plan.bytes_deleted,
+        "bytes_dropped": plan.bytes_dropped,
+        "bytes_kept": plan.bytes_kept,
+        "grace_seconds": int(plan.grace.total_seconds()),
     }
 
 

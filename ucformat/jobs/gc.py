@@ -12,8 +12,9 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ucformat.catalog.as_json import data_of, instant, row_data
 from ucformat.catalog.deletion import begin_purge, end_purge, stop_purge
 from ucformat.catalog.refs import Ref, places_of, resolve
 from ucformat.catalog.retention import needed_by, plan_id
@@ -52,12 +53,12 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.catalog.catalog import Catalog
-    from ucformat.catalog.deletion import PurgePlan
+    from ucformat.catalog.deletion import Deferred, PurgePlan
     from ucformat.catalog.retention import RetentionRow
     from ucformat.schema.documents import TombstoneDoc
     from ucformat.storage.base import Store
 
-__all__ = ["Collected", "Leftover", "Thinning", "collect", "consult", "purge"]
+__all__ = ["Collected", "Leftover", "Thinning", "collect", "collected_data", "consult", "purge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,38 @@ class Collected:
             if self.thin
             else self.plan.id
         )
+
+    @property
+    def waiting(self) -> list[Deferred]:
+        """The checkpoints that stay as they are."""
+        thin = {t.row.id for t in self.thin}
+        return [deferred for deferred in self.plan.wait if deferred.row.id not in thin]
+
+
+def collected_data(collected: Collected, *, applied: bool) -> dict[str, Any]:
+    """The JSON of what may be removed from storage, or was."""
+    plan = collected.plan
+    return {
+        "plan": collected.id,
+        "applied": applied,
+        "purge": [row_data(row) for row in plan.purge],
+        "resumed": list(collected.resumed),
+        "leftovers": [data_of(left) for left in collected.leftovers],
+        "waiting": [
+            row_data(
+                w.row,
+                reasons=list(w.reasons),
+                until=instant(w.until),
+                not_thinned=collected.whole.get(w.row.id),
+            )
+            for w in collected.waiting
+        ],
+        "thin": [row_data(t.row, bytes_stored=t.stored, bytes_kept=t.left) for t in collected.thin],
+        "thinned": list(collected.thinned),
+        "purged": list(collected.purged),
+        "failures": list(collected.failures),
+        "bytes": plan.bytes_purged + sum(left.nbytes for left in collected.leftovers),
+    }
 
 
 def collect(
@@ -380,7 +413,7 @@ def _left_at(
 
 def _leftover(store: Store, attempt: str, before: datetime) -> Leftover | None:
     """An attempt, if it began and was last written to before this time."""
-    inspected = _inspect(store, attempt, before)
+    inspected = inspect_attempt(store, attempt, before)
     return (
         None
         if inspected is None
@@ -389,7 +422,7 @@ def _leftover(store: Store, attempt: str, before: datetime) -> Leftover | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Inspected:
+class Inspected:
     """A leftover attempt as it was inspected: its record with the raw bytes and version, and its size in bytes.
 
     `written` is the last write by the clock of the place, in seconds since 1970; None if unknown.
@@ -402,7 +435,8 @@ class _Inspected:
     written: float | None
 
 
-def _inspect(store: Store, attempt: str, before: datetime) -> _Inspected | None:
+def inspect_attempt(store: Store, attempt: str, before: datetime) -> Inspected | None:
+    """Look at an attempt; None if it was written to since a time, or its record is not valid."""
     key = record_key(attempt)
     try:
         data, version = store.read_versioned(key)
@@ -415,7 +449,7 @@ def _inspect(store: Store, attempt: str, before: datetime) -> _Inspected | None:
     last = max((doc.removed or doc.started).timestamp(), written or 0.0)
     if doc.attempt != attempt or last > before.timestamp():
         return None
-    return _Inspected(doc, data, version, sum(i.size for i in infos), written)
+    return Inspected(doc, data, version, sum(i.size for i in infos), written)
 
 
 def _leftover_purge(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover | None:
@@ -466,7 +500,7 @@ def _condemn(store: Store, attempt: str, before: datetime, grace: timedelta) -> 
     The clock of the place decides: if this host's is ahead, an attempt that is being written looks
     like a leftover.
     """
-    inspected = _inspect(store, attempt, before)
+    inspected = inspect_attempt(store, attempt, before)
     if inspected is None:
         return False
     key = record_key(attempt)

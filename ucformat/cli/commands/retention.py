@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ucformat.catalog.as_json import data_of, instant
+from ucformat.catalog.as_json import instant, retention_data
 from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import (
     CATALOG,
@@ -122,19 +122,6 @@ def _ignore_dependents(
     )
 
 
-def _row_data(row: RetentionRow, **extra: Any) -> dict[str, Any]:
-    """The JSON of a checkpoint in a plan."""
-    return {
-        "id": row.id,
-        "name": row.name,
-        "run": row.run,
-        "step": row.step,
-        "created": instant(row.created),
-        "bytes": row.nbytes,
-        **extra,
-    }
-
-
 def _row_table(rows: Iterable[tuple[RetentionRow, Sequence[str]]], why: str = "") -> Iterator[str]:
     """A line for each checkpoint, with the reasons in a column named `why`."""
     width = terminal_width()
@@ -208,7 +195,7 @@ def retain(
     done = _and("deleted", "thinned", plan) if applied else "nothing was deleted; --apply does it"
     out.result(
         lambda: ["", done] if work else [],
-        lambda: _retain_data(plan, applied=applied),
+        lambda: retention_data(plan, applied=applied),
         lambda: (row.id for row in (*(t.row for t in plan.thin), *plan.delete)),
     )
 
@@ -272,32 +259,6 @@ def _retain_lines(plan: RetentionPlan) -> Iterator[str]:
             yield f"  {count(n):>6}  {why}"
 
 
-def _retain_data(plan: RetentionPlan, *, applied: bool) -> dict[str, Any]:
-    return {
-        "plan": plan.id,
-        "applied": applied,
-        "delete": [_row_data(row) for row in plan.delete],
-        "keep": [_row_data(kept.row, reasons=list(kept.reasons)) for kept in plan.keep],
-        "thin": [
-            _row_data(
-                t.row,
-                reasons=list(t.reasons),
-                states=list(t.states),
-                dropped=t.dropped,
-                bytes_kept=t.bytes_kept,
-            )
-            for t in plan.thin
-        ],
-        "runs": [data_of(run) for run in plan.runs],
-        "untouched": [_row_data(kept.row, reasons=list(kept.reasons)) for kept in plan.untouched],
-        "idle": list(plan.idle),
-        "bytes_deleted": plan.bytes_deleted,
-        "bytes_dropped": plan.bytes_dropped,
-        "bytes_kept": plan.bytes_kept,
-        "grace_seconds": int(plan.grace.total_seconds()),
-    }
-
-
 @command
 @click.argument("places", metavar="[PLACE…]", nargs=-1)
 @click.option(
@@ -337,7 +298,7 @@ def gc(
     """
     from ucformat.cli.program import interruptible
     from ucformat.errors import UcformatError, UsageError
-    from ucformat.jobs.gc import collect
+    from ucformat.jobs.gc import collect, collected_data
 
     if ignored and not apply:
         raise UsageError("--ignore-dependent goes with --apply")
@@ -378,7 +339,7 @@ def gc(
     )
     out.result(
         lambda: ["", done, *(f"  failed    {f}" for f in collected.failures)] if work else [],
-        lambda: _gc_data(collected, applied=apply),
+        lambda: collected_data(collected, applied=apply),
         lambda: (
             (*collected.purged, *collected.thinned)
             if apply
@@ -432,18 +393,12 @@ def _gc_lines(collected: Collected) -> Iterator[str]:
         yield from _row_table(
             [(t.row, tuple(needed_by(t.row.dependents))) for t in collected.thin], "because"
         )
-    wait = _waiting(collected)
+    wait = collected.waiting
     if wait:
         yield ""
         size = sum(w.row.nbytes for w in wait)
         yield Heading(f"wait for {plural(len(wait), 'checkpoint')}, {bytes_text(size)}")
         yield from _row_table([(w.row, _reasons(w, collected)) for w in wait], "because")
-
-
-def _waiting(collected: Collected) -> list[Deferred]:
-    """The checkpoints that stay as they are."""
-    thin = {t.row.id for t in collected.thin}
-    return [w for w in collected.plan.wait if w.row.id not in thin]
 
 
 def _reasons(waiting: Deferred, collected: Collected) -> tuple[str, ...]:
@@ -463,30 +418,3 @@ def _leftovers(collected: Collected) -> Iterator[str]:
         left=(0, 1, 3),
         width=terminal_width(),
     )
-
-
-def _gc_data(collected: Collected, *, applied: bool) -> dict[str, Any]:
-    plan = collected.plan
-    return {
-        "plan": collected.id,
-        "applied": applied,
-        "purge": [_row_data(row) for row in plan.purge],
-        "resumed": list(collected.resumed),
-        "leftovers": [data_of(left) for left in collected.leftovers],
-        "waiting": [
-            _row_data(
-                w.row,
-                reasons=list(w.reasons),
-                until=instant(w.until),
-                not_thinned=collected.whole.get(w.row.id),
-            )
-            for w in _waiting(collected)
-        ],
-        "thin": [
-            _row_data(t.row, bytes_stored=t.stored, bytes_kept=t.left) for t in collected.thin
-        ],
-        "thinned": list(collected.thinned),
-        "purged": list(collected.purged),
-        "failures": list(collected.failures),
-        "bytes": plan.bytes_purged + sum(left.nbytes for left in collected.leftovers),
-    }
