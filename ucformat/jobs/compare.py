@@ -189,13 +189,18 @@ def compare(
     if workers is not None and workers < 1:
         raise UsageError(f"workers must be at least 1, not {workers}")
     left, right = (ck if isinstance(ck, Checkpoint) else open_checkpoint(ck) for ck in (a, b))
-    pairs = [p for p in _pairs(left, right, names) if p.a.shape == p.b.shape]
+    pairs = [p for p in pairs_of(left, right, names) if p.a.shape == p.b.shape]
     return _differences(pairs, workers or min(_WORKERS, default_workers()), progress)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """A tensor as each checkpoint stores it; cut at edges of `chunk`, its chunks are read whole, and so verified."""
+class TensorPair:
+    """A tensor as each checkpoint stores it.
+
+    Attributes:
+        same_digest: whether their digests or fingerprints are equal.
+        chunk: cut at the edges of these, its chunks are read whole, and so verified.
+    """
 
     key: Key
     a: TensorInfo
@@ -206,15 +211,20 @@ class _Pair:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that a comparison reads."""
         return 0 if self.same_digest else self.a.nbytes + self.b.nbytes
 
     def boxes(self) -> list[Box]:
+        """The boxes that are compared at once."""
         if self.same_digest:
             return []
         return list(_boxes(self.a.shape, max(self.a.itemsize, self.b.itemsize), self.chunk))
 
 
-def _pairs(a: Checkpoint, b: Checkpoint, names: Collection[str] | None) -> Iterator[_Pair]:
+def pairs_of(
+    a: Checkpoint, b: Checkpoint, names: Collection[str] | None = None
+) -> Iterator[TensorPair]:
+    """The tensors that both checkpoints hold in the same state, whatever their shapes."""
     keys: Iterable[Key] = dict.fromkeys([*a.tensors, *b.tensors])
     if names is not None:
         keys = [Key(n, s) for n in dict.fromkeys(names) for s in a.states(n) if s in b.states(n)]
@@ -227,7 +237,7 @@ def _pairs(a: Checkpoint, b: Checkpoint, names: Collection[str] | None) -> Itera
             same = of_x.digest is not None and of_x.digest == of_y.digest
             if of_x.fingerprint is not None and (x.dtype, x.shape) == (y.dtype, y.shape):
                 same |= of_x.fingerprint == of_y.fingerprint
-            yield _Pair(key, x, y, (a, b), same, of_x.chunk or of_y.chunk)
+            yield TensorPair(key, x, y, (a, b), same, of_x.chunk or of_y.chunk)
 
 
 def _boxes(shape: tuple[int, ...], itemsize: int, chunk: tuple[int, ...] | None) -> Iterator[Box]:
@@ -260,7 +270,7 @@ def _reader(info: TensorInfo, ck: Checkpoint) -> _Reader:
 
 
 def _differences(
-    pairs: Sequence[_Pair], workers: int, progress: Progress | None
+    pairs: Sequence[TensorPair], workers: int, progress: Progress | None
 ) -> Iterator[TensorDifference]:
     total, done, next_pair = sum(p.nbytes for p in pairs), 0, 0
     counts: dict[int, Counts] = {}
@@ -301,7 +311,7 @@ def _differences(
         yield _difference(pairs[number], counts[number])
 
 
-def _difference(p: _Pair, counts: Counts) -> TensorDifference:
+def _difference(p: TensorPair, counts: Counts) -> TensorDifference:
     return TensorDifference(
         p.key.name,
         p.key.state,
