@@ -80,7 +80,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_config_text(text: str, what: str, fault: type[UsageError] = UsageError) -> Any:
     """Read YAML, or JSON, which is YAML, too; a key that is given twice is an error."""
-    return _yaml(what, text, fault)
+    return _yaml(f"the {what}", text, fault)
 
 
 def _yaml(path: Path | str, text: str, fault: type[UsageError]) -> Any:

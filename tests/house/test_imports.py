@@ -81,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
             "exporters",
         ),
         *("checkpoint", "catalog", "references", "jobs", "runs", "zarr_store", "_version"),
-        "texts",
+        *("drawing", "texts"),
     },
     "settings": {"errors", "durable"},
     "catalog": {

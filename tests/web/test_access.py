@@ -158,6 +158,7 @@ def test_no_client_names_a_path(catalog: Catalog, tmp_path: Path, name: str) -> 
                 f"/ui/checkpoint.json/?ref={asked}",
                 f"/ui/tree.json/?ref={asked}",
                 f"/ui/tensor.json/?ref={asked}&name=w",
+                f"/ui/plan.json/?ref={asked}&layout=0:2",
                 f"/ui/run.json/?checkpoint={asked}",
                 f"/ui/run.json/?ref={asked}",
                 f"/ui/compare.json?a={asked}&b={asked}",

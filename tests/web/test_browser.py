@@ -101,6 +101,11 @@ def test_a_walk_by_keyboard(stored: Catalog, chromium: Any, scheme: str, width: 
             page.keyboard.press("Enter")
         assert "run7@2" in page.locator("h1").inner_text()
         walk.check()
+        walk.focus("a[href*='values=sample']")
+        with page.expect_navigation():
+            page.keyboard.press("Enter")
+        assert page.locator("[aria-labelledby=distances] tr").count() == 5
+        walk.check()
         page.goto(f"{ask.url}/ui/run/run7")
         assert page.locator("svg .curve").count() == 1
         walk.check()
@@ -116,7 +121,38 @@ def test_a_walk_by_keyboard(stored: Catalog, chromium: Any, scheme: str, width: 
         page.keyboard.type("0:4")
         with page.expect_navigation():
             page.keyboard.press("Enter")
-        assert page.locator("svg .piece").count() == 4
+        assert page.locator("svg rect[fill-opacity]").count() == 4
+        walk.check()
+        walk.focus("a[href*='along=run']")
+        with page.expect_navigation():
+            page.keyboard.press("Enter")
+        assert page.locator("[aria-labelledby=along] tr").count() == 3
+        walk.check()
+        page.goto(f"{ask.url}/ui/plan/run7@2")
+        walk.check()
+        walk.focus("#layout")
+        page.keyboard.type(
+            '{"version": 1, "mesh": {"tp": 2}, "rules": [{"match": "*", "place": ["replicate"]}]}'
+        )
+        walk.focus("input[name=rank]")
+        page.keyboard.type("1")
+        with page.expect_navigation():
+            page.keyboard.press("Enter")
+        assert page.locator("svg rect[fill-opacity]").count() == 1
+        walk.check()
+        page.goto(f"{ask.url}/ui/saves/run7")
+        walk.check()
+        walk.focus("header nav a[href='/ui/retention']")
+        with page.expect_navigation():
+            page.keyboard.press("Enter")
+        walk.focus("#policy")
+        page.keyboard.type("{version: 1, keep: {last: 1}}")
+        walk.focus("form.filter button")
+        with page.expect_navigation():
+            page.keyboard.press("Enter")
+        assert page.locator("[aria-labelledby=kept] tr").count() > 1
+        walk.check()
+        page.goto(f"{ask.url}/ui/jobs")
         walk.check()
         walk.context.close()
 

@@ -18,10 +18,12 @@ from tests.exporters.sources import Arrays, opened
 from tests.web.markup import Page, parse
 from tests.web.serving import Client, bearer, serving, token
 from ucformat.catalog.catalog import Catalog
+from ucformat.drawing import colour_of
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.settings import using
-from ucformat.web.sampling import _sampled
+from ucformat.web import measuring
+from ucformat.web.sampling import read_sample, sampled_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -273,18 +275,15 @@ def test_a_tensor_is_drawn_and_sampled(stored: Catalog) -> None:
         assert (data["state"], data["shape"], data["bytes"]) == ("exp_avg", [8, 4], 128)
         assert [r["elements"] for r in data["ranks"]] == [12, 12, 8]
         chunks = data["picture"]["chunks"]
-        assert sum(c["rows"] * c["columns"] for c in chunks) == 32
-        assert {(c["row"], c["column"]) for c in chunks} == set(np.ndindex(8, 4))
-        boxes = {(p["rank"], p["row"], p["rows"]) for p in data["picture"]["pieces"]}
-        assert boxes == {(0, 0, 3), (1, 3, 3), (2, 6, 2)}
+        assert sum(c["shape"][0] * c["shape"][1] for c in chunks) == 32
+        assert {tuple(c["start"]) for c in chunks} == set(np.ndindex(8, 4))
+        boxes = [(p["ranks"], p["start"], p["shape"]) for p in data["picture"]["pieces"]]
+        assert boxes == [([0], [0, 0], [3, 4]), ([1], [3, 0], [3, 4]), ([2], [6, 0], [2, 4])]
         assert [row[1] for row in page.rows[1:]] == ["[0:3, 0:4]", "[3:6, 0:4]", "[6:8, 0:4]"]
         assert data["sample"]["elements"] == data["sample"]["of"] == 32
         numbers = data["sample"]["numbers"]
         assert (numbers["mean"], numbers["deviation"], numbers["zero"]) == (4.0, 0.0, 0)
-        colours = [
-            v["class"] for tag, v in page.elements if tag == "rect" and "piece" in str(v["class"])
-        ]
-        assert colours == ["piece r0", "piece r1", "piece r2"]
+        assert colours(page) == [colour_of(rank) for rank in range(3)]
         document = {
             "version": 1,
             "mesh": {"dp": 2, "tp": 2},
@@ -296,7 +295,7 @@ def test_a_tensor_is_drawn_and_sampled(stored: Catalog) -> None:
         query = urlencode({"layout": json.dumps(document), "state": "weight"})
         data = json.loads(ask(f"/ui/tensor.json/{name}?{query}").body)
         assert [r["elements"] for r in data["ranks"]] == [16] * 4
-        assert {p["rank"] for p in data["picture"]["pieces"]} == {0, 1}  # 2 and 3 hold the same
+        assert [p["ranks"] for p in data["picture"]["pieces"]] == [[0, 2], [1, 3]]
         wrong = (
             "9:2",
             "0:0",
@@ -321,6 +320,71 @@ def test_a_tensor_is_drawn_and_sampled(stored: Catalog) -> None:
             "x/y",
         ):
             assert ask(f"/ui/tensor/{path}").status == 404
+
+
+def colours(page: Page) -> list[str]:
+    """The colours of what ranks hold, in the order in which it is drawn."""
+    filled = [v for tag, v in page.elements if tag == "rect" and v.get("fill-opacity")]
+    return [str(values["fill"]) for values in filled]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_plan_is_that_of_the_checkpoint(stored: Catalog, rank: int) -> None:
+    entry = stored.get("run7@2")
+    layout = {
+        "version": 1,
+        "mesh": {"tp": 3},
+        "rules": [
+            {"match": "model.*", "place": [{"shard": 0, "over": "tp"}]},
+            {"match": "*", "place": ["replicate"]},
+        ],
+    }
+    expected = ucformat.open(entry.urls[0]).plan(ucformat.Layout.parse(layout), rank, "weight")
+    query = urlencode({"layout": json.dumps(layout), "rank": rank, "state": "weight"})
+    with serving(stored) as ask:
+        page, data = both(ask, f"/ui/plan/{entry.id}?{query}", f"/ui/plan.json/{entry.id}?{query}")
+        plan = data["plan"]
+        assert (data["rank"], data["ranks"], plan["tensors"]) == (rank, 3, len(expected.tensors))
+        for name in ("bytes_needed", "bytes_read", "bytes_unverified", "requests", "memory"):
+            assert plan[name] == getattr(expected, name)
+        assert plan["amplification"] == expected.bytes_read / expected.bytes_needed
+        assert {f["name"]: f["bytes"] for f in plan["files"]} == expected.files
+        assert sum(t["bytes"] for t in data["tensors"]) == expected.bytes_needed
+        assert {row[0]: row[2] for row in page.rows if len(row) == 5}["model.layers.1.w"] == (
+            "[0:3, 0:4]" if rank == 0 else "[6:8, 0:4]"
+        )
+        assert colours(page) == [colour_of(rank)]
+        drawn = next(a for a, text in page.links if text == "model.layers.2.w")
+        again, data = both(ask, drawn, drawn.replace("/ui/plan/", "/ui/plan.json/"))
+        assert (data["drawn"]["name"], data["drawn"]["state"]) == ("model.layers.2.w", "weight")
+        assert data["drawn"]["picture"]["pieces"][0]["ranks"] == [rank]
+        further = next((a for a, text in again.links if text == "rank 1"), "")
+        assert json.loads(ask(further.replace("/plan/", "/plan.json/")).body)["rank"] == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        ("x", "0"),
+        ("0:2", "2"),
+        ("0:2", "-1"),
+        ("0:2", "\u0663"),
+        ("0:2000000", "0"),
+        ("[]", "0"),
+        ("9:2", "0"),
+    ],
+)
+def test_a_plan_that_is_none_says_why(stored: Catalog, layout: str, rank: str) -> None:
+    with serving(stored) as ask:
+        query = urlencode({"layout": layout, "rank": rank})
+        answer = ask(f"/ui/plan.json/run7@2?{query}")
+        assert answer.status == 400
+        assert (
+            json.loads(answer.body)["error"]["message"]
+            in parse(ask(f"/ui/plan/run7@2?{query}").body).text
+        )
+        assert json.loads(ask("/ui/plan.json/run7@2").body)["plan"] is None
+        assert ask("/ui/plan/run7@3").status == 404
 
 
 def test_tensors_of_hostile_names_have_pages(stored: Catalog) -> None:
@@ -356,7 +420,7 @@ def test_tensors_of_hostile_names_have_pages(stored: Catalog) -> None:
 )
 def test_a_sample_is_small_and_spread(shape: tuple[int, ...], dtype: str) -> None:
     info = TensorInfo("t", "weight", {"f4": "float32", "u1": "uint8"}[dtype], shape)
-    boxes = list(_sampled(info))
+    boxes = list(sampled_boxes(info))
     whole = Box.whole(shape)
     size = sum(box.size for box in boxes)
     assert size * info.itemsize <= 1 << 20
@@ -392,6 +456,110 @@ def test_a_run_and_a_comparison(stored: Catalog) -> None:
         assert data["tensors"]["numbers"]["of other values"] == 4
         for query in ("", "of=x", f"a={a}", f"of={a}&of={b}&of={a}", f"a={a}&b=none"):
             assert ask(f"/ui/compare?{query}").status in (400, 404)
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
+    """Steps of a run whose tensors move apart, each in its own way, and one of another dtype."""
+    folder = tmp_path_factory.mktemp("values")
+    url = f"sqlite:///{folder}/c.db"
+    with using(catalog=url), closing(Catalog(url)) as catalog:
+        for step in range(4):
+            base = np.arange(1, 65, dtype="f4").reshape(8, 8)
+            last = base.copy()
+            last[0, 0] = np.nan if step else 1
+            arrays: Arrays = {
+                ("same", "weight"): base,
+                ("scaled", "weight"): base * np.float32(1 + step),
+                ("one", "weight"): base + np.float32(step) * np.eye(8, dtype="f4"),
+                ("nan", "weight"): last,
+                ("cast", "weight"): base.astype("f8" if step == 1 else "f4"),
+                ("from_zero", "exp_avg"): base * np.float32(step),
+                ("short", "weight"): base[: 8 - step],
+                (HOSTILE, "weight"): base + np.float32(step),
+            }
+            ucformat.convert(opened(arrays), folder / str(step), run="run8", step=step)
+        shutil.rmtree(folder / "3")
+        yield catalog
+
+
+def test_distances_are_those_of_the_values(values: Catalog) -> None:
+    a, b = values.get("run8@0").id, values.get("run8@1").id
+    with serving(values) as ask:
+        query = f"a={a}&b={b}&values=sample"
+        page, data = both(ask, f"/ui/compare?{query}", f"/ui/compare.json?{query}")
+        measured = {t["name"]: t for t in data["values"]["tensors"]}
+        assert measured.keys() == {"scaled", "one", "nan", "cast", "from_zero", HOSTILE}
+        assert data["values"]["by_digest"] == 1
+        base = np.arange(1, 65, dtype="f8")
+        expected = {
+            "from_zero": {"$float": "inf"},
+            "scaled": 1.0,
+            HOSTILE: np.sqrt(64) / np.linalg.norm(base),
+            "one": np.sqrt(8) / np.linalg.norm(base),
+            "nan": 0.0,
+            "cast": 0.0,
+        }
+        for name, distance in expected.items():
+            assert measured[name]["distance"] == pytest.approx(distance), name
+        assert measured["one"]["differing"] == 8
+        assert (measured["nan"]["nan_mismatches"], measured["cast"]["differing"]) == (1, 0)
+        order = [t["name"] for t in data["values"]["tensors"]]
+        assert order[:4] == ["from_zero", "scaled", HOSTILE, "one"]
+        rows = [row[0] for row in page.rows if len(row) == 6 and row[0] != "tensor"]
+        assert rows == order
+        assert data["values"]["bytes_read"] > 6 * 64 * 4
+        assert json.loads(ask(f"/ui/compare.json?a={a}&b={b}").body)["values"] is None
+        gone = ask(f"/ui/compare?a={a}&b={values.get('run8@3').id}&values=sample")
+        assert "alert" in {v.get("role") for _, v in parse(gone.body).elements}
+
+
+def test_no_page_reads_more_than_its_limit(
+    tmp_path: Path, values: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by many tensors, nor by one whose parts cannot be read alone."""
+    a, b = values.get("run8@0").id, values.get("run8@1").id
+    with serving(values) as ask:
+        query = f"/ui/compare.json?a={a}&b={b}&values=sample"
+        monkeypatch.setattr(measuring, "_TENSORS", 2)
+        data = json.loads(ask(query).body)["values"]
+        assert (len(data["tensors"]), data["unmeasured"]) == (2, 4)
+        monkeypatch.setattr(measuring, "MOST_READ", 700)
+        data = json.loads(ask(query).body)["values"]
+        assert data["bytes_read"] <= 700
+        assert (len(data["tensors"]), data["unmeasured"]) == (1, 5)
+    large = np.random.default_rng(0).standard_normal((1024, 1024), dtype="f4")
+    ck = ucformat.convert(opened({("w", "weight"): large}), tmp_path / "u", codec="blosc")
+    boxes = list(sampled_boxes(ck["w"].info, 64 << 10, 4))
+    one = ck["w"].plan(boxes[0]).bytes_read
+    assert one > 64 << 10  # a chunk that is compressed is read whole
+    drawn = read_sample(ck["w"], boxes, 2 * one + 1)
+    assert (len(drawn.boxes), drawn.values.size) == (2, 2 * boxes[0].size)
+    assert drawn.bytes_read <= 2 * one + 1
+    assert read_sample(ck["w"], boxes, 100).values.size == 0
+
+
+def test_norms_along_a_run(values: Catalog) -> None:
+    ref = values.get("run8@1").id
+    with serving(values) as ask:
+        path = f"{ref}/scaled?along=run"
+        page, data = both(ask, f"/ui/tensor/{path}", f"/ui/tensor.json/{path}")
+        size = np.linalg.norm(np.arange(1, 65, dtype="f8"))
+        norms = {p["step"]: p["norm"] for p in data["along"]["points"]}
+        assert norms == pytest.approx({0: size, 1: 2 * size, 2: 3 * size})
+        assert [f["step"] for f in data["along"]["failed"]] == [3]
+        assert data["along"]["failed"][0]["reason"] in page.text
+        assert "norm of scaled" in str([v for tag, v in page.elements if tag == "svg"])
+        same = json.loads(ask(f"/ui/tensor.json/{ref}/same?along=run").body)["along"]
+        assert [p["norm"] for p in same["points"]] == pytest.approx([size] * 3)
+        assert same["bytes_read"] < 2 * data["along"]["bytes_read"] / 3  # of equal ones, one
+        nan = json.loads(ask(f"/ui/tensor.json/{ref}/nan?along=run").body)["along"]
+        assert nan["points"][1]["norm"] == {"$float": "nan"}
+        assert json.loads(ask(f"/ui/tensor.json/{ref}/scaled").body)["along"] is None
+    with serving(values, tokens=[token("t", "step < 2")]) as ask:
+        answer = ask(f"/ui/tensor.json/{path}", **bearer("t"))
+        along = json.loads(answer.body)["along"]
+        assert [p["step"] for p in along["points"]] == [0, 1], along
 
 
 def test_neighbours_that_may_not_be_seen_are_not_named(stored: Catalog) -> None:

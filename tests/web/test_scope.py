@@ -120,6 +120,7 @@ WAYS = (
     "/ui/checkpoint/{}",
     "/ui/tree.json/{}",
     "/ui/tensor.json/{}/w",
+    "/ui/plan.json/{}?layout=0:2",
     "/ui/run.json/?checkpoint={}",
     "/ui/compare.json?a={}&b={}",
     "/api/models/{}",

@@ -671,6 +671,18 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def read_policy(text: str) -> Policy:
+    """Read and validate a retention policy that is given as YAML or JSON."""
+    from ucformat.config_files import read_config_text
+
+    document = read_config_text(text, "policy")
+    if not isinstance(document, Mapping):
+        raise UsageError(
+            "a policy is a mapping", hint="such as {version: 1, keep: {last: 5}}; docs/retention.md"
+        )
+    return load_policy(document)
+
+
 def load_policy(source: Path | str | Mapping[str, Any]) -> Policy:
     """Read and validate a retention policy."""
     from ucformat.config_files import read_config_file

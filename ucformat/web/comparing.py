@@ -8,6 +8,7 @@ from ucformat.catalog.as_json import change_data, instant, tensor_data
 from ucformat.catalog.filter.syntax import quoted
 from ucformat.errors import UsageError
 from ucformat.web.library import NoRepository
+from ucformat.web.measuring import distances
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,8 +65,13 @@ def run_of(library: Library, access: Access, checkpoint: str) -> str:
     return entry.run
 
 
-def compare_data(library: Library, access: Access, refs: Sequence[str]) -> dict[str, Any]:
+def compare_data(
+    library: Library, access: Access, refs: Sequence[str], *, with_values: bool
+) -> dict[str, Any]:
     """The data of the page of two checkpoints.
+
+    Args:
+        with_values: whether to measure how far their tensors are apart.
 
     Raises:
         UsageError: there are not two.
@@ -79,6 +85,7 @@ def compare_data(library: Library, access: Access, refs: Sequence[str]) -> dict[
     diff = library.catalog.diff(a.id, b.id)
     changed = [c for c in diff.tensors.changed if c.aspects != ("digest",)]
     return {
+        "values": _values(library, access, a, b) if with_values else None,
         "a": _side(library.shown(diff.a, access)),
         "b": _side(library.shown(diff.b, access)),
         "equal": diff.equal,
@@ -113,6 +120,12 @@ def compare_data(library: Library, access: Access, refs: Sequence[str]) -> dict[
             },
         },
     }
+
+
+def _values(library: Library, access: Access, a: Entry, b: Entry) -> dict[str, Any]:
+    """How far the tensors of two checkpoints are apart."""
+    left, right = (library.open(entry).checkpoint for entry in (a, b))
+    return distances(left, right, lambda error: str(library.shown_error(error, access)["message"]))
 
 
 def _side(entry: Entry) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.catalog import find_dependents
 from ucformat.catalog.as_json import data_of, entry_data
 from ucformat.catalog.filter.syntax import quoted
-from ucformat.errors import UcformatError
+from ucformat.errors import TensorNotFound, UcformatError
 from ucformat.geometry.amounts import add_tensor, by_state, parameters
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.web.library import NoFile, reasons
@@ -38,7 +38,7 @@ class Opened:
     """
 
     def __init__(self, library: Library, access: Access, ref: str) -> None:
-        self.library = library
+        self.library, self._asked = library, ref
         self.entry: Entry | None = None
         self.urls: tuple[str, ...] = ()
         self.checkpoint: Checkpoint | None = None
@@ -52,6 +52,27 @@ class Opened:
             self.checkpoint = library.open(entry).checkpoint
         except UcformatError as error:
             self.problem = library.shown_error(error, access)
+
+    @property
+    def ref(self) -> str:
+        """What leads to it again: its id, or the name of the place."""
+        return self._asked if self.entry is None else self.entry.id
+
+    @property
+    def name(self) -> str:
+        """Its name for people."""
+        return self._asked if self.entry is None else self.entry.name
+
+    def readable(self) -> Checkpoint:
+        """The opened checkpoint.
+
+        Raises:
+            TensorNotFound: it cannot be opened.
+        """
+        if self.checkpoint is None:
+            assert self.problem is not None  # noqa: S101 - else it was opened
+            raise TensorNotFound(self.problem["message"], hint=self.problem["hint"])
+        return self.checkpoint
 
     def infos(self) -> Sequence[TensorInfo]:
         """Its tensors; of one that cannot be opened, as the catalog has them."""
@@ -69,8 +90,8 @@ def checkpoint_data(library: Library, access: Access, ref: str) -> dict[str, Any
     entry, ck = opened.entry, opened.checkpoint
     infos, limited = opened.infos(), library.is_limited(access)
     data: dict[str, Any] = {
-        "ref": ref if entry is None else entry.id,
-        "name": ref if entry is None else entry.name,
+        "ref": opened.ref,
+        "name": opened.name,
         "entry": None if entry is None else entry_data(entry),
         "problem": opened.problem,
         "origin": None if ck is None else _origin(ck, limited=limited),
@@ -94,12 +115,10 @@ def checkpoint_data(library: Library, access: Access, ref: str) -> dict[str, Any
 def tree_data(library: Library, access: Access, ref: str, prefix: str) -> dict[str, Any]:
     """The data of a part of the tree of parameters."""
     opened = Opened(library, access, ref)
-    shown = ref if opened.entry is None else opened.entry.id
-    name = ref if opened.entry is None else opened.entry.name
     tree = branches(opened.infos(), prefix)
     if not tree["nodes"]:
-        raise NoFile(f"{name} has no parameter below {prefix!r}")
-    return {"ref": shown, "name": name, "tree": tree}
+        raise NoFile(f"{opened.name} has no parameter below {prefix!r}")
+    return {"ref": opened.ref, "name": opened.name, "tree": tree}
 
 
 def _origin(ck: Checkpoint, *, limited: bool) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from ucformat.drawing import colour_of, draw_boxes
+from ucformat.errors import UsageError
+from ucformat.geometry.box import Box
 from ucformat.texts import clean, count, shorten
 
 if TYPE_CHECKING:
@@ -15,7 +18,6 @@ if TYPE_CHECKING:
     Points = Sequence[Sequence[float]]
 
 _MOST_POINTS = 400  # of a curve
-_COLOURS = 8
 
 
 def _svg(width: float, height: float, *parts: str, label: str = "", kind: str = "") -> Markup:
@@ -105,8 +107,8 @@ def bars(files: Sequence[Mapping[str, Any]], total: int) -> Markup:
         if share >= 0.25:
             parts.append(
                 Markup(
-                    '<rect class="piece r{}" x="{:.2f}" y="0" width="{:.2f}" height="18"/>'
-                ).format(i % _COLOURS, at, share)
+                    '<rect class="piece" fill="{}" x="{:.2f}" y="0" width="{:.2f}" height="18"/>'
+                ).format(colour_of(i), at, share)
             )
         at += share
     rest = (
@@ -175,39 +177,59 @@ def _node(node: Mapping[str, Any], x: float, y: float, width: float, height: flo
     )
 
 
-def grid(picture: Mapping[str, Any]) -> Markup:
-    """The chunks of a tensor, with the boxes of a layout's ranks over them."""
-    rows, columns = picture["rows"], picture["columns"]
-    width, height = 640.0, min(420.0, max(40.0, 640.0 * rows / max(1, columns)))
-    if columns < rows / 4:
-        width = 200.0
-    fx, fy = width / max(1, columns), height / max(1, rows)
-    rect = Markup('<rect class="{}" x="{:.2f}" y="{:.2f}" width="{:.2f}" height="{:.2f}"/>').format
-    cells = [
-        rect("cell", c["column"] * fx, c["row"] * fy, c["columns"] * fx, c["rows"] * fy)
-        for c in picture["chunks"]
-    ]
-    pieces = [
-        rect(
-            f"piece r{p['rank'] % _COLOURS}",
-            *(p["column"] * fx, p["row"] * fy, p["columns"] * fx, p["rows"] * fy),
-        )
-        for p in picture["pieces"]
-    ]
-    label = f"{count(rows)} rows and {count(columns)} columns in {count(len(cells))} chunks"
-    if pieces:
-        label += (
-            f", over them the boxes of {count(len({p['rank'] for p in picture['pieces']}))} ranks"
-        )
-    return _svg(width, height, *cells, *pieces, label=label)
+def boxes(name: str, shape: Sequence[int], picture: Mapping[str, Any]) -> Markup:
+    """The boxes in which a tensor is stored, with those of a layout's ranks over them."""
+    chunks, ranks = (
+        [_box(c) for c in picture["chunks"]],
+        {_box(p): p["ranks"] for p in picture["pieces"]},
+    )
+    others = picture["stored"] - len(chunks)
+    label = shorten(clean(name), 60)
+    try:
+        drawn = draw_boxes(label, shape, chunks, ranks, others=others, captioned=False)
+    except UsageError as error:
+        return Markup('<p class="faint">Not drawn: {}.</p>').format(error.message)
+    return Markup(str(drawn))  # noqa: S704 - it escapes what it shows
+
+
+def _box(place: Mapping[str, Sequence[int]]) -> Box:
+    return Box(tuple(place["start"]), tuple(place["shape"]))
+
+
+def heat(saves: Sequence[Mapping[str, Any]], member: str, title: str) -> Markup:
+    """The times of ranks: a column for each save, a row for each rank that one of them recorded."""
+    times = [{w["rank"]: w[member] for w in save["writers"]} for save in saves]
+    ranks = sorted({rank for of_save in times for rank in of_save})
+    most = max(time for of_save in times for time in of_save.values())
+    left, wide, high = 54, 22, 14
+    cell = Markup(
+        '<rect class="{}" fill-opacity="{:.2f}" x="{:g}" y="{:g}" width="{:g}" height="{:g}">'
+        "<title>rank {}, {}: {:.3g} s</title></rect>"
+    ).format
+    text = Markup('<text class="faint" x="{:g}" y="{:g}" text-anchor="{}">{}</text>').format
+    parts = []
+    for y, rank in enumerate(ranks):
+        parts.append(text(left - 6, y * high + 11, "end", f"rank {rank}"))
+        for x, (of_save, save) in enumerate(zip(times, saves, strict=True)):
+            if rank in of_save:
+                heat_of = of_save[rank] / most if most > 0 else 0.0
+                name = shorten(clean(save["name"]), 40)
+                place = (left + x * wide, y * high, wide - 1, high - 1)
+                parts.append(cell("heat", 0.06 + 0.94 * heat_of, *place, rank, name, of_save[rank]))
+    first, last = (shorten(clean(save["name"]), 20) for save in (saves[0], saves[-1]))
+    below = first if len(saves) == 1 else f"{first} to {last}"
+    parts.append(text(left, len(ranks) * high + 13, "start", below))
+    label = f"{title}: {count(len(ranks))} ranks in {count(len(saves))} saves, at most {most:.3g} s"
+    width = left + max(len(saves) * wide, 240) + 4
+    return _svg(width, len(ranks) * high + 20, *parts, label=label, kind="grid")
 
 
 def swatch(rank: int) -> Markup:
     """The colour of a rank."""
     return Markup(
         '<svg viewBox="0 0 10 10" width="10" height="10" class="swatch" aria-hidden="true">'
-        '<rect class="r{}" width="10" height="10"/></svg>'
-    ).format(rank % _COLOURS)
+        '<rect fill="{}" width="10" height="10"/></svg>'
+    ).format(colour_of(rank))
 
 
 def histogram(numbers: Mapping[str, Any]) -> Markup:

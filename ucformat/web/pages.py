@@ -20,15 +20,19 @@ from starlette.routing import Route
 from ucformat._version import __version__
 from ucformat.catalog.filter.syntax import quoted
 from ucformat.schema.values import dumps, finite
-from ucformat.texts import bytes_text, clean, count, shape_text, shorten
+from ucformat.texts import bytes_text, clean, count, plural, shape_text, shorten
 from ucformat.web import drawing
 from ucformat.web.access import access_of
 from ucformat.web.blocking import in_thread
 from ucformat.web.comparing import compare_data, run_data, run_of
 from ucformat.web.contents import checkpoint_data, tree_data
+from ucformat.web.keeping import preview_data
 from ucformat.web.listing import PAGE, completions, list_data
+from ucformat.web.one_tensor import tensor_data
 from ucformat.web.paths import raw_path
-from ucformat.web.sampling import tensor_data
+from ucformat.web.planning import rank_data
+from ucformat.web.saves import saves_data
+from ucformat.web.writing import jobs_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,8 +74,12 @@ def page_routes(library: Library) -> list[Route]:
         *_both("checkpoint", pages.checkpoint, below="/{rest:path}"),
         *_both("tree", pages.tree, below="/{rest:path}"),
         *_both("tensor", pages.tensor, below="/{rest:path}"),
+        *_both("plan", pages.plan, below="/{rest:path}"),
         *_both("run", pages.run, below="/{rest:path}"),
+        *_both("saves", pages.saves, below="/{rest:path}"),
         *_both("compare", pages.compare),
+        *_both("retention", pages.retention),
+        *_both("jobs", pages.jobs),
     ]
 
 
@@ -118,11 +126,21 @@ def _environment() -> Environment:
         "numbers": lambda points: any(math.isfinite(y) for _, y in points),
         "tojson_text": _json_text,
         "count": count,
+        "plural": plural,
         "shape": shape_text,
         "clean": clean,
         "shorten": lambda text, width: shorten(clean(text), width),
     }
-    drawings = ("sparkline", "plot", "bars", "neighbourhood", "grid", "swatch", "histogram")
+    drawings = (
+        "sparkline",
+        "plot",
+        "bars",
+        "neighbourhood",
+        "boxes",
+        "heat",
+        "swatch",
+        "histogram",
+    )
     environment.globals |= {name: getattr(drawing, name) for name in drawings}
     environment.globals |= {"link": link, "run_link": run_link, "version": quote(__version__)}
     return environment
@@ -154,10 +172,10 @@ def link(page: str, ref: str, name: str | None = None, **query: Any) -> str:
     return f"{path}?{urlencode(asked)}" if asked else path
 
 
-def run_link(row: Mapping[str, Any]) -> str:
-    """The address of the page of a checkpoint's run."""
+def run_link(row: Mapping[str, Any], page: str = "run") -> str:
+    """The address of a page of a checkpoint's run."""
     name = row["run"]
-    return link("run", name) if len(name) <= _LONGEST else f"/ui/run/?checkpoint={row['id']}"
+    return link(page, name) if len(name) <= _LONGEST else f"/ui/{page}/?checkpoint={row['id']}"
 
 
 class _Pages:
@@ -224,31 +242,86 @@ class _Pages:
             name = "/".join(parts)
         assert ref is not None  # noqa: S101 - from the path, if not from the query
         assert name is not None  # noqa: S101
-        arguments = ref, name, query.get("state", ""), query.get("layout", "").strip()
+        asked = dict(query)
 
         def context(data: Data) -> Data:
             named = {"ref": data["ref"], "name": data["name"]} if in_query else {}
-            return {"form": {**named, "state": data["state"]}}
+            points = [] if data["along"] is None else data["along"]["points"]
+            curve = [[p["step"], p["norm"]] for p in points if p["norm"] is not None]
+            return {"form": {**named, "state": data["state"]}, "curve": curve}
 
         return await _answer(
             request,
             "tensor.html",
-            lambda access: tensor_data(self.library, access, *arguments),
+            lambda access: tensor_data(self.library, access, ref, name, asked),
+            context,
+        )
+
+    async def plan(self, request: Request) -> Response:
+        """What a rank of a layout reads of a checkpoint."""
+        ref, asked = _named(request, "ref"), dict(request.query_params)
+
+        def context(data: Data) -> Data:
+            query = {name: data[name] for name in ("layout", "rank", "state")}
+            return {
+                "form": {"ref": data["ref"]} if "ref" in asked else {},
+                "planned": lambda **changed: link("plan", data["ref"], **{**query, **changed}),
+            }
+
+        return await _answer(
+            request,
+            "plan.html",
+            lambda access: rank_data(self.library, access, ref, asked),
             context,
         )
 
     async def run(self, request: Request) -> Response:
         """One run."""
+
+        def context(data: Data) -> Data:
+            newest = {"run": data["name"], "id": data["steps"][-1]["id"]}
+            return {
+                "all": _address("/ui/", {"where": f"run = {quoted(data['name'])}"}),
+                "saves": run_link(newest, "saves"),
+            }
+
+        return await self._of_run(request, "run.html", run_data, context)
+
+    async def saves(self, request: Request) -> Response:
+        """How long the ranks of a run wrote."""
+
+        def context(data: Data) -> Data:
+            curves = {
+                "longest stall of a rank, in seconds": ("stall", 1),
+                "seconds of the slowest rank": ("seconds", 1),
+                "GB in a second": ("bytes_per_second", 1e9),
+            }
+            stepped = [save for save in data["saves"] if save["step"] is not None]
+            return {
+                "run_page": run_link({"run": data["name"], "id": data["newest"]}),
+                "curves": {
+                    title: [[s["step"], s[member] / unit] for s in stepped if s[member] is not None]
+                    for title, (member, unit) in curves.items()
+                },
+            }
+
+        return await self._of_run(request, "saves.html", saves_data, context)
+
+    async def _of_run(
+        self,
+        request: Request,
+        template: str,
+        of_run: Callable[[Library, Access, str], Data],
+        context: Callable[[Data], Data],
+    ) -> Response:
+        """Answer with a page of a run, which is named by itself or by one of its checkpoints."""
         name, checkpoint = _named(request, "ref"), request.query_params.get("checkpoint")
 
         def data(access: Access) -> Data:
             run = name if checkpoint is None else run_of(self.library, access, checkpoint)
-            return run_data(self.library, access, run)
+            return of_run(self.library, access, run)
 
-        def context(data: Data) -> Data:
-            return {"all": _address("/ui/", {"where": f"run = {quoted(data['name'])}"})}
-
-        return await _answer(request, "run.html", data, context)
+        return await _answer(request, template, data, context)
 
     async def compare(self, request: Request) -> Response:
         """Two checkpoints beside each other."""
@@ -256,14 +329,27 @@ class _Pages:
         refs = [query[side] for side in ("a", "b") if side in query] or query.getlist("of")
 
         def context(_: Data) -> Data:
-            return {"link_compare": lambda a, b: _address("/ui/compare", {"a": a, "b": b})}
+            return {"link_compare": lambda **asked: _address("/ui/compare", asked)}
 
         return await _answer(
             request,
             "compare.html",
-            lambda access: compare_data(self.library, access, refs),
+            lambda access: compare_data(
+                self.library, access, refs, with_values=bool(query.get("values"))
+            ),
             context,
         )
+
+    async def retention(self, request: Request) -> Response:
+        """What a policy would keep, thin and delete."""
+        policy = request.query_params.get("policy", "")
+        return await _answer(
+            request, "retention.html", lambda access: preview_data(self.library, access, policy)
+        )
+
+    async def jobs(self, request: Request) -> Response:
+        """What is being written."""
+        return await _answer(request, "jobs.html", lambda access: jobs_data(self.library, access))
 
 
 def _named(request: Request, parameter: str) -> str:

@@ -1,0 +1,158 @@
+"""How far tensors of two checkpoints are apart, and their norms along a run: by samples, within limits."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ucformat.catalog.filter.syntax import quoted
+from ucformat.errors import UcformatError
+from ucformat.jobs.compare import compare_values, pairs_of
+from ucformat.web.sampling import MOST_READ, numbers_of, read_sample, sampled_boxes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from ucformat.catalog.entries import Entry
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import Key
+    from ucformat.jobs.compare import TensorPair
+    from ucformat.web.library import Access, Library
+
+    Explain = Callable[[UcformatError], str]
+
+_TENSORS = 128  # whose distance is measured
+_PART = 64 << 10  # bytes of a sample of each
+_PARTS = 4  # places from which it is taken
+_CHECKPOINTS = 16  # along a run
+_STEPS = 500  # the newest, among which they are
+_POINT = 256 << 10  # bytes of a sample of each
+_WEIGHTS = ("weight", "master")
+
+
+def distances(a: Checkpoint, b: Checkpoint, explain: Explain) -> dict[str, Any]:
+    """How far tensors of equal shape are apart, the farthest first.
+
+    Those of equal digests are not read. Of the others some are, weights and large ones first.
+
+    Args:
+        explain: what a client is told of an error.
+    """
+    pairs = [pair for pair in pairs_of(a, b) if pair.a.shape == pair.b.shape]
+    unequal = [pair for pair in pairs if not pair.same_digest]
+    unequal.sort(key=lambda pair: (pair.key.state not in _WEIGHTS, -pair.nbytes))
+    data: dict[str, Any] = {
+        "bytes_read": 0,
+        "sample": _PART,
+        "by_digest": len(pairs) - len(unequal),
+        "unmeasured": max(0, len(unequal) - _TENSORS),
+        "failed": [],
+        "tensors": [],
+    }
+    for pair in unequal[:_TENSORS]:
+        try:
+            measured = _measured(pair, MOST_READ - data["bytes_read"])
+        except UcformatError as error:
+            data["failed"].append(
+                {"name": pair.key.name, "state": pair.key.state, "reason": explain(error)}
+            )
+            continue
+        if measured["elements"] or not pair.a.size:
+            data["bytes_read"] += measured["bytes_read"]
+            data["tensors"].append(measured)
+        else:  # of which even a part would exceed the limit
+            data["unmeasured"] += 1
+    data["tensors"].sort(key=lambda t: -math.inf if t["distance"] is None else -t["distance"])
+    return data
+
+
+def _measured(pair: TensorPair, most: int) -> dict[str, Any]:
+    """The distance of one tensor, by a sample of the same boxes on both sides."""
+    wider = max(pair.a, pair.b, key=lambda info: info.itemsize)
+    x, y = (
+        ck[info.name, info.state]
+        for ck, info in zip(pair.checkpoints, (pair.a, pair.b), strict=True)
+    )
+    boxes = []
+    for box in sampled_boxes(wider, _PART, _PARTS):
+        nbytes = x.plan(box).bytes_read + y.plan(box).bytes_read
+        if nbytes <= most:
+            most -= nbytes
+            boxes.append(box)
+    samples = [read_sample(tensor, boxes) for tensor in (x, y)]
+    counts = compare_values(samples[0].values, samples[1].values)
+    left, right = (numbers_of(s.values, t.info.dtype) for s, t in zip(samples, (x, y), strict=True))
+    are_numbers = left is not None and right is not None
+    return {
+        "name": pair.key.name,
+        "state": pair.key.state,
+        "shape": list(pair.a.shape),
+        "dtypes": [pair.a.dtype, pair.b.dtype],
+        "elements": int(samples[0].values.size),
+        "of": pair.a.size,
+        "bytes_read": sum(s.bytes_read for s in samples),
+        "differing": counts.differing,
+        "nan_mismatches": counts.nan_mismatches,
+        "max_abs": counts.max_abs if are_numbers else None,
+        "distance": None if left is None or right is None else _distance(left, right),
+    }
+
+
+def _distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """The norm of the difference over that of `a`, of elements that are finite in both."""
+    finite = np.isfinite(a) & np.isfinite(b)
+    a, b = a[finite], b[finite]
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart, size = float(np.linalg.norm(b - a)), float(np.linalg.norm(a))
+    return apart / size if size else math.inf if apart else 0.0
+
+
+def norms_along_run(library: Library, access: Access, entry: Entry, key: Key) -> dict[str, Any]:
+    """The norms of a tensor at steps that are spread over the newest of a run."""
+    run = f"run = {quoted(str(entry.run))} and step is not null"
+    entries = library.entries(access, run, limit=_STEPS)
+    entries.sort(key=lambda e: (e.step or 0, e.created))
+    last = len(entries) - 1
+    chosen = {round(n * last / (_CHECKPOINTS - 1)) for n in range(_CHECKPOINTS)} if entries else ()
+    data: dict[str, Any] = {
+        "checkpoints": len(entries),
+        "sample": _POINT,
+        "bytes_read": 0,
+        "points": [],
+        "failed": [],
+    }
+    by_fingerprint: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for at in sorted(chosen):
+        each = entries[at]
+        about = {"id": each.id, "name": each.name, "step": each.step}
+        try:
+            ck = library.reference(each.id, access).checkpoint
+            tensor = ck[key.name, key.state]
+            same = (tensor.recorded_fingerprint, tensor.info.dtype, tensor.shape)
+            values = by_fingerprint.get(same) if same[0] is not None else None
+            if values is None:
+                boxes = sampled_boxes(tensor.info, _POINT)
+                drawn = read_sample(tensor, boxes, MOST_READ - data["bytes_read"])
+                data["bytes_read"] += drawn.bytes_read
+                values = _norm(numbers_of(drawn.values, tensor.info.dtype), tensor.size)
+                if same[0] is not None:
+                    by_fingerprint[same] = values
+        except UcformatError as error:
+            reason = library.shown_error(error, access)["message"]
+            data["failed"].append(about | {"reason": reason})
+        else:
+            data["points"].append(about | values)
+    return data
+
+
+def _norm(numbers: NDArray[np.float64] | None, size: int) -> dict[str, Any]:
+    """The norm of a tensor as its sample tells it; None of dtypes that are no numbers, and without a sample."""
+    if numbers is None or not (numbers.size or not size):
+        return {"norm": None, "elements": 0, "of": size}
+    with np.errstate(over="ignore", invalid="ignore"):
+        rms = math.sqrt(float(np.mean(numbers**2))) if size else 0.0
+    return {"norm": rms * math.sqrt(size), "elements": int(numbers.size), "of": size}

@@ -1,0 +1,44 @@
+"""What the page of jobs shows: what is being written beside the checkpoints of the catalog, or was left unfinished."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ucformat.catalog.as_json import data_of
+from ucformat.errors import UnsupportedError
+from ucformat.jobs.begun import begun_below
+
+if TYPE_CHECKING:
+    from ucformat.web.library import Access, Library
+
+_CHECKPOINTS = 500  # the newest, beside which it is looked
+_FOLDERS = 20
+_INSIDE = 1000  # folders in each
+_JOBS = 100
+
+
+def jobs_data(library: Library, access: Access) -> dict[str, Any]:
+    """The data of the page of jobs.
+
+    Raises:
+        UnsupportedError: the client may not see all, so it may not know where files are.
+    """
+    if library.is_limited(access):
+        raise UnsupportedError("what is being written is shown to those who may see all")
+    urls = [url for entry in library.entries(access, limit=_CHECKPOINTS) for url in entry.urls]
+    parents = list(dict.fromkeys(url.rstrip("/").rpartition("/")[0] for url in urls))
+    local = [folder for folder in parents if folder and "://" not in folder]
+    jobs: list[dict[str, Any]] = []
+    partly: list[str] = []
+    for folder in local[:_FOLDERS]:
+        begun, has_more = begun_below(folder, _INSIDE)
+        jobs += [data_of(each) for each in begun]
+        partly += [folder] if has_more else []
+    jobs.sort(key=lambda job: job["written"] or job["started"], reverse=True)
+    return {
+        "jobs": jobs[:_JOBS],
+        "others": max(0, len(jobs) - _JOBS),
+        "folders": local[:_FOLDERS],
+        "partly": partly,
+        "passed_over": [*(f for f in parents if f and "://" in f), *local[_FOLDERS:]][:_FOLDERS],
+    }
