@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from tests.catalog.manifests import BEGIN, manifest, packed_over
+from ucformat.catalog.changes import SettledLog
 from ucformat.catalog.deletion import begin_purge, end_purge
 from ucformat.catalog.labels import ANY
 from ucformat.catalog.models import Base, Identity
@@ -80,6 +81,9 @@ class Catalogs(RuleBasedStateMachine):
         self.made: dict[int, tuple[Manifest, str, set[int]]] = {}
         self.aliases: dict[str, int] = {}
         self.moves: dict[str, list[int | None]] = {}
+        self.log = SettledLog()
+        self.position = self.catalog.settled(self.log)
+        self.seen: dict[str, dict[str, set[str]]] = {"aliases": {}, "runs": {}}
 
     def teardown(self) -> None:
         self.clock.stop()
@@ -308,6 +312,22 @@ class Catalogs(RuleBasedStateMachine):
         assert {a.name: a.version for a in self.catalog.aliases()} == {
             a: len(self.moves[a]) for a in self.aliases
         }
+
+    @invariant()
+    def who_follows_the_log_sees_what_moves(self) -> None:
+        changes = self.catalog.changes(self.position, self.catalog.settled(self.log), most=10_000)
+        self.position = changes.position
+        here: dict[str, dict[str, set[str]]] = {"aliases": {}, "runs": {}}
+        for alias in self.catalog.aliases():
+            here["aliases"][alias.name] = {alias.id}
+        for line in self.catalog.lines():
+            here["runs"].setdefault(line.run, set()).add(line.head.id)
+        told = {"aliases": {*changes.aliases}, "runs": {r for r, m in changes.runs.items() if m}}
+        for kind, names in here.items():
+            before = self.seen[kind]
+            moved = {n for n in {*names, *before} if names.get(n) != before.get(n)}
+            assert moved <= told[kind]
+        self.seen = here
 
     @invariant()
     def what_is_protected_is_there(self) -> None:

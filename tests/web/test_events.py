@@ -223,6 +223,19 @@ def test_a_scope_is_not_left(catalog: Catalog) -> None:
                 assert again.told(newest, ("alias", "best", shown)) == ("alias", "end", shown)
 
 
+def test_a_name_forges_no_event(catalog: Catalog) -> None:
+    """Lines end with CR, too, and clients in Python split at more: sseclient#9, django-eventstream#185."""
+    forged = 'r"\n\nevent: alias\ndata: {}\r\rid: 1\r\n\r\nx\x0b\x0c\x1c\x85\u2028\u2029\u202e'
+    with serving(catalog) as ask, listening(ask) as client:
+        put(catalog, 1, run=forged)
+        lines = [client.answer.readline() for _ in range(4)]
+        assert lines[0] == b"event: latest\n"
+        assert (lines[1][:4], lines[3]) == (b"id: ", b"\n")
+        text = lines[2].decode()
+        assert len(text.splitlines()) == 1
+        assert json.loads(text.removeprefix("data: "))["run"] == forged
+
+
 def test_only_some_runs_are_told(catalog: Catalog) -> None:
     with serving(catalog, runs=["a"]) as ask, listening(ask) as client:
         put(catalog, 1, run="b")

@@ -294,8 +294,8 @@ class EventStream:
                 text = f"retry: {_RETRY}\n" + _written("ready", {}, self._positions.seal(position))
                 await _sent(send, text)
                 await self._tell(send, position, gone)
-            if not gone.done():
-                await send({"type": "http.response.body", "body": b""})
+            # also if it is gone, as a server that ends may say of all
+            await send({"type": "http.response.body", "body": b""})
         except UcformatError as error:
             if not has_begun:
                 raise
