@@ -419,6 +419,47 @@ def test_curl(catalog: Catalog) -> None:
             curl.terminate()
 
 
+@pytest.mark.matrix
+def test_a_browser_connects_again_by_itself(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EventSource sends the last id when an answer was cut off."""
+    how = "apt-get install chromium npm; bash tests/engines/install_browser.sh"
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip(f"Chromium is not here: {how}")
+    playwright = pytest.importorskip("playwright.sync_api", reason=how)
+    monkeypatch.setattr(events, "_RETRY", 3000)
+    made: list[Listeners] = []
+    library_of(made, monkeypatch)
+    listen = """() => {
+        window.told = [];
+        const source = new EventSource("/v1/events");
+        for (const kind of ["ready", "latest"])
+            source.addEventListener(kind, e => told.push(kind + (JSON.parse(e.data).run || "")));
+    }"""
+    with serving(catalog) as ask, playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(f"{ask.url}/v1/openapi.json")
+        page.evaluate(listen)
+        page.wait_for_function("told.length == 1")
+        put(catalog, 1, run="a")
+        page.wait_for_function("told.length == 2")
+        looked = Listeners._look
+
+        async def fail(listeners: Listeners) -> None:
+            raise UsageError("the database is gone")
+
+        monkeypatch.setattr(Listeners, "_look", fail)
+        wait_until(lambda: made[0].count == 0)
+        put(catalog, 2, run="b")
+        monkeypatch.setattr(Listeners, "_look", looked)
+        page.wait_for_function("told.includes('latestb')")
+        assert page.evaluate("told") == ["ready", "latesta", "ready", "latestb"]
+        browser.close()
+
+
 def test_the_example_in_python(catalog: Catalog) -> None:
     text = (ROOT / "docs/http.md").read_text()
     (code,) = [c for c in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "events" in c]
