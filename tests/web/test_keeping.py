@@ -43,11 +43,14 @@ POLICY: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Catalog]:
+@pytest.fixture(scope="module")
+def catalog(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
     """Steps 0 to 11, some protected, and deleted ones, of which one has outlived its grace."""
-    monkeypatch.setattr("ucformat.catalog.catalog.on_change", [])
-    with closing(Catalog(f"sqlite:///{tmp_path}/c.db")) as catalog:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        closing(Catalog(f"sqlite:///{tmp_path_factory.mktemp('keeping')}/c.db")) as catalog,
+    ):
+        patch.setattr("ucformat.catalog.catalog.on_change", [])
         for n in range(12):
             put(catalog, n)
         put(catalog, 20, run=HOSTILE, step=1)

@@ -474,6 +474,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
                 ("one", "weight"): base + np.float32(step) * np.eye(8, dtype="f4"),
                 ("nan", "weight"): last,
                 ("cast", "weight"): base.astype("f8" if step == 1 else "f4"),
+                ("zeros", "weight"): np.zeros(8, "f8" if step == 1 else "f4"),
                 ("from_zero", "exp_avg"): base * np.float32(step),
                 ("short", "weight"): base[: 8 - step],
                 (HOSTILE, "weight"): base + np.float32(step),
@@ -489,7 +490,8 @@ def test_distances_are_those_of_the_values(values: Catalog) -> None:
         query = f"a={a}&b={b}&values=sample"
         page, data = both(ask, f"/ui/compare?{query}", f"/ui/compare.json?{query}")
         measured = {t["name"]: t for t in data["values"]["tensors"]}
-        assert measured.keys() == {"scaled", "one", "nan", "cast", "from_zero", HOSTILE}
+        unequal = {"scaled", "one", "nan", "cast", "zeros", "from_zero", HOSTILE}
+        assert measured.keys() == unequal
         assert data["values"]["by_digest"] == 1
         base = np.arange(1, 65, dtype="f8")
         expected = {
@@ -497,15 +499,17 @@ def test_distances_are_those_of_the_values(values: Catalog) -> None:
             "scaled": 1.0,
             HOSTILE: np.sqrt(64) / np.linalg.norm(base),
             "one": np.sqrt(8) / np.linalg.norm(base),
-            "nan": 0.0,
+            "nan": {"$float": "inf"},  # of what became NaN, no other distance would be true
             "cast": 0.0,
+            "zeros": 0.0,  # and not 0 / 0
         }
         for name, distance in expected.items():
             assert measured[name]["distance"] == pytest.approx(distance), name
         assert measured["one"]["differing"] == 8
         assert (measured["nan"]["nan_mismatches"], measured["cast"]["differing"]) == (1, 0)
         order = [t["name"] for t in data["values"]["tensors"]]
-        assert order[:4] == ["from_zero", "scaled", HOSTILE, "one"]
+        assert set(order[:2]) == {"from_zero", "nan"}
+        assert order[2:5] == ["scaled", HOSTILE, "one"]
         rows = [row[0] for row in page.rows if len(row) == 6 and row[0] != "tensor"]
         assert rows == order
         assert data["values"]["bytes_read"] > 6 * 64 * 4
@@ -523,11 +527,11 @@ def test_no_page_reads_more_than_its_limit(
         query = f"/ui/compare.json?a={a}&b={b}&values=sample"
         monkeypatch.setattr(measuring, "_TENSORS", 2)
         data = json.loads(ask(query).body)["values"]
-        assert (len(data["tensors"]), data["unmeasured"]) == (2, 4)
+        assert (len(data["tensors"]), data["unmeasured"]) == (2, 5)
         monkeypatch.setattr(measuring, "MOST_READ", 700)
         data = json.loads(ask(query).body)["values"]
         assert data["bytes_read"] <= 700
-        assert (len(data["tensors"]), data["unmeasured"]) == (1, 5)
+        assert (len(data["tensors"]), data["unmeasured"]) == (1, 6)
     large = np.random.default_rng(0).standard_normal((1024, 1024), dtype="f4")
     ck = ucformat.convert(opened({("w", "weight"): large}), tmp_path / "u", codec="blosc")
     boxes = list(sampled_boxes(ck["w"].info, 64 << 10, 4))

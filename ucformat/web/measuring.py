@@ -103,8 +103,11 @@ def _measured(pair: TensorPair, most: int) -> dict[str, Any]:
 
 
 def _distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """The norm of the difference over that of `a`, of elements that are finite in both."""
+    """The norm of the difference over that of `a`; infinite where only one is finite, so that it comes first."""
     finite = np.isfinite(a) & np.isfinite(b)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if not (finite | same).all():
+        return math.inf
     a, b = a[finite], b[finite]
     with np.errstate(over="ignore", invalid="ignore"):
         apart, size = float(np.linalg.norm(b - a)), float(np.linalg.norm(a))
