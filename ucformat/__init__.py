@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ucformat.runs.tensor import RunPlan, RunTensor
     from ucformat.schema.manifest import AttemptDoc, Manifest
     from ucformat.storage.base import Store
+    from ucformat.trackers.importing import ImportedCheckpoint, ImportedRuns, import_runs
 
 __all__ = [
     "Catalog",
@@ -53,6 +54,8 @@ __all__ = [
     "Diagnosis",
     "Exported",
     "Fit",
+    "ImportedCheckpoint",
+    "ImportedRuns",
     "Layout",
     "ReadPlan",
     "Report",
@@ -73,6 +76,7 @@ __all__ = [
     "estimate",
     "export",
     "fits",
+    "import_runs",
     "log_reference",
     "materialize",
     "merge",
@@ -95,6 +99,8 @@ _HOMES = {
     "Diagnosis": "jobs.doctor:Diagnosis",
     "Exported": "jobs.export:Exported",
     "Fit": "jobs.fits:Fit",
+    "ImportedCheckpoint": "trackers.importing:ImportedCheckpoint",
+    "ImportedRuns": "trackers.importing:ImportedRuns",
     "Layout": "geometry.layout:Layout",
     "ReadPlan": "reading.rank:ReadPlan",
     "Report": "jobs.run:Report",
@@ -114,6 +120,7 @@ _HOMES = {
     "estimate": "jobs.cost:estimate",
     "export": "jobs.export:export",
     "fits": "jobs.fits:fits",
+    "import_runs": "trackers.importing:import_runs",
     "log_reference": "jobs.attest:log_reference",
     "materialize": "jobs.materialize:materialize",
     "merge": "jobs.combine.combining:merge",

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.retention import RetentionPlan
     from ucformat.catalog.rows import EventEntry
     from ucformat.catalog.sql import QueryResult
+    from ucformat.catalog.tracked import TrackedValues
     from ucformat.schema.documents import CatalogDoc
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.policy import Policy
@@ -677,6 +678,33 @@ class Catalog(Searches):
             metrics: the values, by name.
         """
         self._annotate(ref, lambda c, serial, stamp: labels.add_metrics(c, serial, metrics, stamp))
+
+    def add_tracked(
+        self, tracker: str, values: Mapping[str, TrackedValues], *, replace: bool = False
+    ) -> None:
+        """Record what a tracker of experiments has of checkpoints, of all of them or of none.
+
+        Args:
+            tracker: its name, below which configurations get its part.
+            values: metrics and that part, by the ids of checkpoints.
+            replace: replace metrics with other values (default: they are kept).
+        """
+        from ucformat.catalog.tracked import add_tracked
+
+        stamp = make_stamp()
+
+        def work(c: Connection) -> None:
+            serials = {id_: resolve_committed(c, id_) for id_ in values}
+            touch(
+                c,
+                [
+                    serial
+                    for id_, serial in serials.items()
+                    if add_tracked(c, serial, tracker, values[id_], stamp, replace=replace)
+                ],
+            )
+
+        self._write(work)
 
     def note(self, ref: str, text: str) -> None:
         """Add a note to a checkpoint.

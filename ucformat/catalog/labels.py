@@ -280,9 +280,14 @@ def release_holds(
 
 
 def add_metrics(
-    connection: Connection, serial: int, metrics: Mapping[str, float], stamp: Stamp
+    connection: Connection,
+    serial: int,
+    metrics: Mapping[str, float],
+    stamp: Stamp,
+    *,
+    replace: bool = True,
 ) -> bool:
-    """Set metrics of a checkpoint, replacing those with the same names."""
+    """Set metrics of a checkpoint, replacing those with the same names if they may be."""
     changed = {}
     for name, value in sorted(metrics.items()):
         _check_name("a metric", name)
@@ -291,6 +296,8 @@ def add_metrics(
         keys = {"checkpoint": serial, "name": name}
         if insert_if_absent(connection, Metric, keys, row, Metric.name) is not None:
             changed[name] = stored
+            continue
+        if not replace:
             continue
         new = sa.or_(Metric.value.is_distinct_from(stored), Metric.document_url.is_not(None))
         where = (Metric.checkpoint == serial, Metric.name == name, new)

@@ -157,7 +157,7 @@ def _insert(connection: Connection, new: Mapping[str, Found], stamp: Stamp) -> d
         n: _run(connection, n, stamp.now)
         for n in sorted({n for n in names.values() if n is not None})
     }
-    configs = _configs(connection, [f.manifest.config for f in new.values()])
+    configs = config_rows(connection, [f.manifest.config for f in new.values()])
     tables = [f.manifest.tensors for f in new.values()]
     launches = _launches(connection, new)
     structures, blocks = tensor_sets(connection, tables), digest_blocks(connection, tables)
@@ -282,7 +282,7 @@ def _launch(connection: Connection, manifest: Manifest, url: str) -> str | int:
     return folder_launch(url)
 
 
-def _configs(connection: Connection, configs: Sequence[Mapping[str, Any]]) -> list[int | None]:
+def config_rows(connection: Connection, configs: Sequence[Mapping[str, Any]]) -> list[int | None]:
     """Get or create the rows of configurations; an empty one has none."""
     documents = [storable_json(c) if c else None for c in configs]
     hashes = [None if d is None else canonical_hash(d) for d in documents]
@@ -337,7 +337,7 @@ def _update_foreign(connection: Connection, serial: int, checkpoint: Found, stam
     if manifest.config:
         replaced = sa.true() if checkpoint.replace_config else CheckpointRow.config_id.is_(None)
         update = sa.update(CheckpointRow).where(CheckpointRow.serial == serial, replaced)
-        [config] = _configs(connection, [manifest.config])
+        [config] = config_rows(connection, [manifest.config])
         connection.execute(update.values(config_id=config))
     if manifest.step is not None:
         replaced = sa.true() if checkpoint.replace_step else CheckpointRow.step.is_(None)

@@ -31,6 +31,16 @@ _CATALOG = LazyGroup(
     help="Inspect and upgrade the catalog.",
 )
 
+_IMPORT = LazyGroup(
+    "import",
+    {
+        "mlflow": ("importing:mlflow", "Import from a server, a database or a folder of MLflow."),
+        "tensorboard": ("importing:tensorboard", "Import from event files of TensorBoard."),
+        "wandb": ("importing:wandb", "Import from offline runs of W&B."),
+    },
+    help="Record parameters and metrics of experiment trackers with their checkpoints.",
+)
+
 _LAYOUT = LazyGroup(
     "layout",
     {
@@ -81,6 +91,7 @@ ucp = Program(
         "untag": ("labels:untag", "Remove tags from a checkpoint, with a reason."),
         "alias": (_ALIAS, "Manage named references to checkpoints."),
         "metric": ("labels:metric", "Set metrics of a checkpoint."),
+        "import": (_IMPORT, "Record parameters and metrics of experiment trackers."),
         "note": ("labels:note", "Add a note to a checkpoint."),
         "hold": ("labels:hold", "Protect a checkpoint from deletion."),
         "release": ("labels:release", "Release the holds on a checkpoint."),

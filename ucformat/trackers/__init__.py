@@ -1,0 +1,1 @@
+"""Runs of experiment trackers, whose parameters and metrics are brought to checkpoints of the catalog."""
