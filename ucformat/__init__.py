@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.zarr_types import register_zarr_dtypes
     from ucformat.geometry.layout import Layout
-    from ucformat.jobs.attest import attest, log_reference
+    from ucformat.jobs.attest import attest
     from ucformat.jobs.combine.combining import average, merge
     from ucformat.jobs.compact import compact
     from ucformat.jobs.convert import convert
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.export import Exported, export
     from ucformat.jobs.fits import Fit, fits
     from ucformat.jobs.gc import collect
+    from ucformat.jobs.logged import Reference, Tracker, log_reference
     from ucformat.jobs.materialize import materialize
     from ucformat.jobs.patch import patch
     from ucformat.jobs.register import register, reindex
@@ -58,12 +59,14 @@ __all__ = [
     "ImportedRuns",
     "Layout",
     "ReadPlan",
+    "Reference",
     "Report",
     "Run",
     "RunPlan",
     "RunTensor",
     "Signature",
     "Tensor",
+    "Tracker",
     "__version__",
     "attest",
     "average",
@@ -103,12 +106,14 @@ _HOMES = {
     "ImportedRuns": "trackers.importing:ImportedRuns",
     "Layout": "geometry.layout:Layout",
     "ReadPlan": "reading.rank:ReadPlan",
+    "Reference": "jobs.logged:Reference",
     "Report": "jobs.run:Report",
     "Run": "runs.run:Run",
     "RunPlan": "runs.tensor:RunPlan",
     "RunTensor": "runs.tensor:RunTensor",
     "Signature": "jobs.sign:Signature",
     "Tensor": "reading.lazy:Tensor",
+    "Tracker": "jobs.logged:Tracker",
     "attest": "jobs.attest:attest",
     "average": "jobs.combine.combining:average",
     "collect": "jobs.gc:collect",
@@ -121,7 +126,7 @@ _HOMES = {
     "export": "jobs.export:export",
     "fits": "jobs.fits:fits",
     "import_runs": "trackers.importing:import_runs",
-    "log_reference": "jobs.attest:log_reference",
+    "log_reference": "jobs.logged:log_reference",
     "materialize": "jobs.materialize:materialize",
     "merge": "jobs.combine.combining:merge",
     "open": "references:open_reference",

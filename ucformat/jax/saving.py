@@ -42,6 +42,7 @@ _REFUSED = {
     "names": "each process has all arrays of the tree under their names in the whole model",
     "changed": "leave it out: patches are then made by comparing all rows with the base",
     "verify_changed": "it goes with `changed`",
+    "log_to": "call `ucformat.log_reference` on one process when the checkpoint is committed",
     "certify": "leave it out: nothing can change the values of arrays during a save",
 }
 

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint, as other tools read it: CycloneDX ML-BOM, OpenLineage, W&B and MLflow."""
+"""What is known of a checkpoint, as other tools read it: CycloneDX ML-BOM and OpenLineage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 
 from ucformat._version import __version__
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import NotFound, UnsupportedError, UsageError, check_choice
+from ucformat.errors import NotFound, UnsupportedError, check_choice
 from ucformat.references import open_catalog, open_reference
 from ucformat.settings import load_settings
 from ucformat.signatures import SIGNATURE, manifest_digest
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ucformat.schema.manifest import Manifest
 
-__all__ = ["attest", "log_reference"]
+__all__ = ["Facts", "attest", "facts_of", "uri_of"]
 
 _PRODUCER = f"pkg:pypi/ucformat@{__version__}"
 _EVENT = "https://openlineage.io/spec/2-0-2/OpenLineage.json#/$defs/"
@@ -37,7 +37,7 @@ _DATASETS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ancestor:
+class Ancestor:
     """A checkpoint that this one was made from: directly if `distance` is 1."""
 
     id: str | None
@@ -48,7 +48,7 @@ class _Ancestor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class Facts:
     """What is known of a checkpoint, from itself and from the catalog."""
 
     ck: Checkpoint
@@ -60,10 +60,12 @@ class _Facts:
     urls: tuple[str, ...]
     metrics: Mapping[str, float]
     tags: tuple[str, ...]
-    ancestors: tuple[_Ancestor, ...]
+    certified: bool | None  # the last result, if any
+    ancestors: tuple[Ancestor, ...]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its tensors."""
         return sum(info.nbytes for info in self.ck.tensors.values())
 
 
@@ -85,97 +87,37 @@ def attest(
     """
     check_choice("format", format, ("cyclonedx", "openlineage"))
     ck = place if isinstance(place, Checkpoint) else open_reference(place, options=options)
-    facts = _facts(ck)
+    facts = facts_of(ck)
     return _cyclonedx(facts) if format == "cyclonedx" else _openlineage(facts)
 
 
-def log_reference(
-    place: str | PathLike[str] | Checkpoint, tracker: Literal["wandb", "mlflow"]
-) -> str:
-    """Log a reference to a checkpoint, no bytes of it, to the active run of an experiment tracker.
-
-    W&B gets an artifact of the type `model` with a reference to the place, MLflow (3 or later) an
-    external model; both have the id, the place, and the SHA-256 of the manifest.
-
-    Returns:
-        The name of the artifact, or the id of the model.
-
-    Raises:
-        UsageError: no run is active.
-        UnsupportedError: the package is not installed.
-    """
-    check_choice("tracker", tracker, ("wandb", "mlflow"))
-    facts = _facts(place if isinstance(place, Checkpoint) else open_reference(place))
-    members = {
-        "ucformat.id": facts.ck.id,
-        "ucformat.url": facts.urls[0],
-        "ucformat.manifest_sha256": facts.sha256,
-        "ucformat.step": facts.manifest.step,
-    }
-    tags = {key: str(value) for key, value in members.items() if value is not None}
-    return (_log_to_wandb if tracker == "wandb" else _log_to_mlflow)(facts, tags)
-
-
-def _log_to_wandb(facts: _Facts, tags: dict[str, str]) -> str:
-    try:
-        import wandb
-    except ImportError:
-        raise _not_installed("wandb") from None
-    if wandb.run is None:
-        raise UsageError("no run of W&B is active", hint="call wandb.init() first")
-    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in facts.name)
-    artifact = wandb.Artifact(name, type="model", metadata=tags)
-    # by its content W&B tells versions apart, and a reference is only a place
-    with artifact.new_file("ucformat.json") as file:
-        json.dump(tags, file)
-    # a checksum would read all files
-    artifact.add_reference(_uri(facts.urls[0]), name="checkpoint", checksum=False)
-    wandb.run.log_artifact(artifact)
-    return name
-
-
-def _log_to_mlflow(facts: _Facts, tags: dict[str, str]) -> str:
-    try:
-        import mlflow
-    except ImportError:
-        raise _not_installed("mlflow") from None
-    if (run := mlflow.active_run()) is None:
-        raise UsageError("no run of MLflow is active", hint="call mlflow.start_run() first")
-    name = "".join("-" if c in "/:.%\"'" else c for c in facts.name)  # MLflow refuses these
-    model = mlflow.create_external_model(name, source_run_id=run.info.run_id, tags=tags)
-    model_id: str = model.model_id
-    return model_id
-
-
-def _not_installed(package: str) -> UnsupportedError:
-    return UnsupportedError(f"{package} is not installed", hint=f"pip install {package}")
-
-
-def _facts(ck: Checkpoint) -> _Facts:
+def facts_of(ck: Checkpoint) -> Facts:
+    """What a checkpoint and the catalog know of it."""
     manifest, catalog = ck.manifest, load_settings().catalog_url()
     universal = None if ck.viewed else ck.universal
     name = ck.home.rstrip("/").rpartition("/")[2]
     if manifest.run is not None and manifest.step is not None:
         name = f"{manifest.run}@{manifest.step}"
     urls: tuple[str, ...] = (ck.home,)
-    metrics, tags = dict(manifest.metrics), tuple[str, ...]()
-    ancestors: tuple[_Ancestor, ...] = tuple(
-        _Ancestor(p.id, p.url.rstrip("/").rpartition("/")[2], p.url, p.kind, 1)
+    metrics, tags, certified = dict(manifest.metrics), tuple[str, ...](), None
+    ancestors: tuple[Ancestor, ...] = tuple(
+        Ancestor(p.id, p.url.rstrip("/").rpartition("/")[2], p.url, p.kind, 1)
         for p in manifest.lineage
     )
     if catalog is not None:
         with suppress(NotFound), open_catalog(ck.id) as opened:
             entry = opened.get(ck.id)
             name, metrics, tags = entry.name, metrics | dict(entry.metrics), entry.tags
+            certified = None if entry.certified is None else entry.certified.ok
             urls = tuple(dict.fromkeys((ck.home, *entry.urls)))
             graph = opened.lineage(ck.id)
             kinds = {edge.parent: edge.label for edge in reversed(graph.edges)}
             ancestors = tuple(
-                _Ancestor(node.id, node.name, node.url, kinds[key], node.distance)
+                Ancestor(node.id, node.name, node.url, kinds[key], node.distance)
                 for key, node in graph.nodes.items()
                 if key != graph.root
             )
-    return _Facts(
+    return Facts(
         ck,
         manifest,
         name,
@@ -185,11 +127,13 @@ def _facts(ck: Checkpoint) -> _Facts:
         urls,
         metrics,
         tags,
+        certified,
         ancestors,
     )
 
 
-def _uri(url: str) -> str:
+def uri_of(url: str) -> str:
+    """A path or url as a URI."""
     return url if "://" in url else Path(url).as_uri()
 
 
@@ -218,7 +162,7 @@ def _datasets(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 # CycloneDX: https://cyclonedx.org/docs/1.6/json/
 
 
-def _cyclonedx(facts: _Facts) -> dict[str, Any]:
+def _cyclonedx(facts: Facts) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "tools": {
             "components": [{"type": "application", "name": "ucformat", "version": __version__}]
@@ -237,7 +181,7 @@ def _cyclonedx(facts: _Facts) -> dict[str, Any]:
     }
 
 
-def _component(facts: _Facts) -> dict[str, Any]:
+def _component(facts: Facts) -> dict[str, Any]:
     manifest, ck = facts.manifest, facts.ck
     card: dict[str, Any] = {}
     if datasets := [
@@ -252,9 +196,9 @@ def _component(facts: _Facts) -> dict[str, Any]:
     if facts.metrics:
         measured = [{"type": k, "value": _text(v)} for k, v in sorted(facts.metrics.items())]
         card["quantitativeAnalysis"] = {"performanceMetrics": measured}
-    references = [{"type": "distribution", "url": _uri(url)} for url in facts.urls]
+    references = [{"type": "distribution", "url": uri_of(url)} for url in facts.urls]
     if facts.signed:
-        url = f"{_uri(ck.url)}/{SIGNATURE}"
+        url = f"{uri_of(ck.url)}/{SIGNATURE}"
         references.append({"type": "digital-signature", "url": url})
     component: dict[str, Any] = {
         "type": "machine-learning-model",
@@ -279,7 +223,7 @@ def _component(facts: _Facts) -> dict[str, Any]:
     return component
 
 
-def _ancestor(ancestor: _Ancestor) -> dict[str, Any]:
+def _ancestor(ancestor: Ancestor) -> dict[str, Any]:
     component: dict[str, Any] = {
         "type": "machine-learning-model",
         "name": ancestor.name,
@@ -290,11 +234,11 @@ def _ancestor(ancestor: _Ancestor) -> dict[str, Any]:
     if ancestor.id is not None:
         component["version"] = ancestor.id
     if ancestor.url is not None:
-        component["externalReferences"] = [{"type": "distribution", "url": _uri(ancestor.url)}]
+        component["externalReferences"] = [{"type": "distribution", "url": uri_of(ancestor.url)}]
     return component
 
 
-def _parameters(facts: _Facts) -> dict[str, Any]:
+def _parameters(facts: Facts) -> dict[str, Any]:
     """What CycloneDX has no member for: sizes, hyperparameters, configuration and software."""
     manifest, ck = facts.manifest, facts.ck
     stored = Counter((key.state, info.dtype) for key, info in ck.tensors.items())
@@ -332,7 +276,7 @@ def _uuid(identifier: str) -> UUID:
 # OpenLineage: https://openlineage.io/docs/spec/object-model
 
 
-def _openlineage(facts: _Facts) -> dict[str, Any]:
+def _openlineage(facts: Facts) -> dict[str, Any]:
     """An event of the run that wrote a checkpoint: of a training, which went on, it only tells more."""
     manifest, ck = facts.manifest, facts.ck
     if facts.created is None:

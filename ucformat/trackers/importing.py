@@ -163,6 +163,10 @@ def _by_step(entry: Entry) -> tuple[int, str]:
     return (-1 if entry.step is None else entry.step, entry.id)
 
 
+def _by_run(entry: Entry) -> tuple[str, int, str]:
+    return (entry.run or "", *_by_step(entry))
+
+
 def import_runs(
     tracker: Literal["mlflow", "wandb", "tensorboard"],
     url: str,
@@ -213,7 +217,7 @@ def import_runs(
     matches = _matches(choice, found.runs, runs)
     _check_disjoint(choice.title, matches)
     checkpoints, values = [], dict[str, TrackedValues]()
-    for match in matches:
+    for match in sorted(matches, key=lambda m: [_by_run(entry) for entry in m.entries[:1]]):
         content = joined([run.read() for run in match.runs])
         left_out.update(content.ignored)
         left_out["references to checkpoints that the catalog does not have"] += match.absent

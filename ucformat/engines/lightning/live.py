@@ -33,6 +33,7 @@ from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
 from ucformat.torch.saving.options import RunArguments, SaveOptions, TrainingLaunch
 from ucformat.torch.saving.save import prepare, save_in_group, save_local, saving_group
+from ucformat.torch.saving.tracked import logger_of
 from ucformat.torch.state.local import local_of
 from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import Rng, decode, encode
@@ -138,12 +139,15 @@ class _Universal:
         live = self._live(optimizers="optimizer_states" in checkpoint)
         with saving_group(url, "save", arguments) as ranks, ranks.sharing_errors():
             state, options, metadata = prepare(live, url, ranks, arguments)
+            log = logger_of(arguments, ranks.rank)
             if self.is_global_zero:  # type: ignore[attr-defined]
                 state = _with_rest(state, _without_tensors(checkpoint))
         if self._background:
             self._handle = async_save_local(state, options, metadata)
+            if arguments.get("log_to") is not None:
+                self._handle.then(lambda saved: log(saved.url))
         else:
-            save_local(state, options, metadata)
+            log(save_local(state, options, metadata).url)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Load the live model and optimizers, and return what Lightning restores itself."""
@@ -251,7 +255,8 @@ class UniversalCheckpointIO(CheckpointIO):
         arguments = _described(checkpoint, self._launch, self._arguments)
         group = single_process_group()
         state, options, metadata = prepare(named, str(path), group, arguments)
-        save_in_group(_with_rest(state, rest), options, metadata, group)
+        log = logger_of(arguments, group.rank)
+        log(save_in_group(_with_rest(state, rest), options, metadata, group).url)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: Any = None

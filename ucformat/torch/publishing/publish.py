@@ -15,6 +15,7 @@ from ucformat.errors import (
     UcformatError,
     UsageError,
     check_keywords,
+    refuse_arguments,
 )
 from ucformat.format.structure import read_manifest
 from ucformat.jobs.removal import discard
@@ -110,6 +111,11 @@ class Publisher:
                     f"{name} is not an argument of Publisher",
                     hint="`increments` says what a version is based on, and each has a new place",
                 )
+        refuse_arguments(
+            "Publisher",
+            arguments,
+            {"log_to": "log the versions that matter by `ucformat.log_reference`"},
+        )
         if keep is not None and keep < 1:
             raise UsageError(f"keep must be at least 1, not {keep}")
         self._channel = Channel(channel)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from threading import Thread
+from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError
 from ucformat.torch.saving.save import Saved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["SaveHandle", "set_outcome", "wait_until_done"]
 
@@ -22,6 +28,7 @@ class SaveHandle:
         self.url, self.stall = url, stall
         self.retrieved = False  # whether the caller has learnt the outcome
         self._done: Future[Saved] = Future()
+        self._last: Thread | None = None  # acts after the commit
 
     def disown(self) -> None:
         """Make the outcome unavailable in a forked child."""
@@ -45,8 +52,20 @@ class SaveHandle:
         """Whether the save has ended: committed or failed."""
         return self._done.done()
 
+    def then(self, act: Callable[[Saved], object]) -> None:
+        """Call a function with the committed checkpoint, in a thread for which `wait` waits, too."""
+
+        def wait_and_act() -> None:
+            wait_until_done(self)
+            if self.committed:
+                act(self._done.result())
+
+        # not a daemon: the program ends after it
+        self._last = Thread(target=wait_and_act, name="ucformat-then")
+        self._last.start()
+
     def wait(self, timeout: float | None = None) -> Saved:
-        """Wait until the checkpoint is committed.
+        """Wait until the checkpoint is committed, and with `log_to` until a tracker knows of it.
 
         Args:
             timeout: seconds to wait (None: no limit).
@@ -55,10 +74,14 @@ class SaveHandle:
             TimeoutError: the save has not ended in time; it continues.
             UcformatError: a rank failed, or its writing process died; nothing is committed.
         """
+        begun = time.monotonic()
         try:
-            return self._done.result(timeout)
+            saved = self._done.result(timeout)
         finally:
             self.retrieved = self._done.done()
+        if self._last is not None:
+            self._last.join(timeout and max(0.0, begun + timeout - time.monotonic()))
+        return saved
 
     def error(self) -> BaseException | None:
         """Return the error of a failed save; None if it is committed or has not ended."""

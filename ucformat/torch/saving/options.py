@@ -79,6 +79,10 @@ class RunArguments(TypedDict, total=False):
         certify: compare fingerprints of the tensors as they are at the call with those of what was
             written, and commit nothing if they differ (default: no). `Manager` compares what ranks
             hold after a load, too.
+        log_to: a tracker of experiments, which gets a reference to each checkpoint when it is
+            committed, and no bytes of it: `"mlflow"` or `"wandb"` for the run that is active on rank
+            0, a `SummaryWriter` of TensorBoard, or an object with a method `log_checkpoint`, as
+            `ucformat.Tracker`. If that fails, the save does not: a warning tells it.
         chunk_bytes: the maximum size of a chunk of the Zarr form (default 1 MiB).
         shard_bytes: the maximum size of a shard of the Zarr form (default 128 MiB).
         group: the ranks that take part (default: all). Threads that save to the same url at once
@@ -99,6 +103,7 @@ class RunArguments(TypedDict, total=False):
     patch: bool
     verify_changed: bool
     certify: bool
+    log_to: Literal["mlflow", "wandb"] | Any | None
     chunk_bytes: int | None
     shard_bytes: int | None
     group: dist.ProcessGroup | None

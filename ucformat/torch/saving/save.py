@@ -42,6 +42,7 @@ from ucformat.torch.saving.options import SaveArguments, SaveOptions
 from ucformat.torch.saving.patching import KeptTiles, agree_on_base
 from ucformat.torch.saving.plan import SavePlanner
 from ucformat.torch.saving.statement import PieceFingerprints, RankState, WriteItem
+from ucformat.torch.saving.tracked import logger_of
 from ucformat.torch.saving.write import TileOptions, write_packed, write_shards
 from ucformat.torch.state.elements import elements_of, host_memory
 
@@ -296,10 +297,12 @@ def save_prepared(
     ranks: Group,
 ) -> Saved:
     """Save what `prepare` has collected, together with the other ranks of a group."""
+    log = logger_of(arguments, ranks.rank)
     local, options, interval = with_tracked_rows(local, options, arguments, ranks)
     saved = save_in_group(local, options, metadata, ranks)
     if interval is not None:
         interval.saved = lambda: saved.id
+    log(saved.url)
     return saved
 
 
@@ -322,6 +325,7 @@ def prepare(
     from ucformat.torch.state.local import LocalState, local_state
 
     options = SaveOptions.of(path_text(url), arguments)
+    logger_of(arguments, ranks.rank)  # on all ranks, an error of the first
     local, live = (
         (state, {})
         if isinstance(state, LocalState)

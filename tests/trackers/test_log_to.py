@@ -1,0 +1,196 @@
+"""`log_to` of saves: a tracker gets a reference after the commit, and never harms a save."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tensorboardX import SummaryWriter
+
+import ucformat
+from tests.torch.ranks import Ranks
+from tests.trackers.log_to_program import Kept
+from ucformat.errors import UnsupportedError, UsageError
+from ucformat.torch import Manager, async_save, save
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STATE = {"w": torch.ones(4)}
+RANKS = Ranks("tests.trackers.log_to_program")
+
+
+@pytest.fixture(autouse=True)
+def _catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
+
+
+def test_a_tracker_of_ones_own(tmp_path: Path) -> None:
+    tracker = Kept()
+    saved = save(STATE, tmp_path / "a", log_to=tracker, run="run7", step=3, certify=True)
+    [reference] = tracker.references
+    assert (reference.id, reference.url, reference.step) == (saved.id, str(tmp_path / "a"), 3)
+    assert (reference.run, reference.name, reference.certified) == ("run7", "run7@3", True)
+    assert len(reference.manifest_sha256 or "") == 64
+    save(STATE, tmp_path / "b", log_to=tracker)
+    assert tracker.references[1].certified is None
+    assert ucformat.log_reference(tmp_path / "a", tracker) == "run7@3"
+
+
+def test_saves_of_a_manager_in_the_background(tmp_path: Path) -> None:
+    tracker = Kept()
+    with Manager(tmp_path / "run7", asynchronous=True, log_to=tracker) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, STATE)
+    assert sorted(r.step or 0 for r in tracker.references) == [1, 2, 3]
+
+
+def test_a_tracker_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def log_checkpoint(self, reference: ucformat.Reference) -> None:
+            raise RuntimeError(f"no answer from https://me:hunter22@host/{reference.step}")
+
+    with caplog.at_level(logging.WARNING, "ucformat"):
+        saved = save(STATE, tmp_path / "a", log_to=Failing(), step=1)
+        async_save(STATE, tmp_path / "b", log_to=Failing(), step=2).wait()
+    assert ucformat.open(saved.url).id == saved.id
+    assert ucformat.open(tmp_path / "b").manifest.step == 2
+    warnings = [r.getMessage() for r in caplog.records]
+    assert len(warnings) == 2
+    assert all(
+        "is committed, but no reference to it was logged: RuntimeError" in w for w in warnings
+    )
+    assert "hunter22" not in str(warnings)
+
+
+def test_a_save_that_fails_is_not_logged(tmp_path: Path) -> None:
+    tracker = Kept()
+    save(STATE, tmp_path / "a")
+    with pytest.raises(ucformat.errors.Conflict):
+        save(STATE, tmp_path / "a", log_to=tracker)
+    with pytest.raises(ucformat.errors.Conflict):
+        async_save(STATE, tmp_path / "a", log_to=tracker).wait()
+    assert tracker.references == []
+
+
+def test_a_tracker_that_does_not_answer_delays_only_those_who_wait(tmp_path: Path) -> None:
+    answer, asked = threading.Event(), threading.Event()
+
+    class Slow(Kept):
+        def log_checkpoint(self, reference: ucformat.Reference) -> None:
+            asked.set()
+            answer.wait()
+            super().log_checkpoint(reference)
+
+    tracker = Slow()
+    handle = async_save(STATE, tmp_path / "a", log_to=tracker)
+    assert asked.wait(60)
+    assert handle.committed
+    assert handle.wait(0.01).url == str(tmp_path / "a")
+    async_save(STATE, tmp_path / "b").wait()
+    answer.set()
+    handle.wait()
+    assert len(tracker.references) == 1
+
+
+def test_what_is_no_tracker_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    for log_to, kind, message in (
+        ("neptune", UsageError, "'neptune' is no tracker"),
+        (object(), UsageError, "is no tracker"),
+        ("mlflow", UnsupportedError, "mlflow is not installed"),
+    ):
+        for call in (save, async_save):
+            with pytest.raises(kind, match=message):
+                call(STATE, tmp_path / "a", log_to=log_to)
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(UsageError, match="Publisher does not take log_to"):
+        ucformat.torch.Publisher(tmp_path / "channel", log_to=Kept())
+
+
+def test_only_the_first_rank_logs(tmp_path: Path) -> None:
+    first, second = RANKS.run("saves", 2, tmp_path / "ranks")
+    assert [r.split()[0] for r in first] == ["1", "2"]
+    assert second == []
+
+
+def test_all_ranks_learn_that_the_first_has_no_tracker(tmp_path: Path) -> None:
+    errors = RANKS.run("refused", 2, tmp_path / "ranks")
+    assert all("'neptune' is no tracker" in error for error in errors)
+    assert not (tmp_path / "ranks" / "c").exists()
+
+
+def test_tensorboard_there_and_back(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path / "logs")) as writer:
+        saved = save(STATE, tmp_path / "a", log_to=writer, run="run7", step=3)
+        writer.add_scalar("loss", 0.5, 3)
+        writer.add_text("notes", "{not a reference", 3)
+    with ucformat.Catalog() as catalog:
+        imported = ucformat.import_runs("tensorboard", str(tmp_path / "logs"), catalog)
+        assert [c.id for c in imported.checkpoints] == [saved.id]
+        assert catalog.get("run7@3").metrics == {"loss": 0.5}
+
+
+def program(text: str, folder: Path, **variables: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", text],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+SAVES = """
+import sys, json, torch, ucformat
+from ucformat.torch import save, async_save
+state = {{"w": torch.ones(4)}}
+try: save(state, "none", log_to={0!r}); raise SystemExit("no run is active")
+except ucformat.errors.UsageError: pass
+{1}
+    ids = [save(state, "a", log_to={0!r}, run="run7", step=1).id]
+    run.log({{"loss": 0.5}}, step=1) if {0!r} == "wandb" else mlflow.log_metric("loss", 0.5, step=1)
+    ids.append(async_save(state, "b", log_to={0!r}, run="run7", step=2).wait().id)
+print(json.dumps(ids))
+"""
+
+
+def test_mlflow_there_and_back(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="needs MLflow: pip install mlflow-skinny")
+    begin = """
+import mlflow
+mlflow.set_tracking_uri("sqlite:///m.db")
+mlflow.set_experiment("e")
+with mlflow.start_run(run_name="x"):"""
+    ids = program(SAVES.format("mlflow", begin), tmp_path)
+    command = """
+import sys
+from ucformat.cli.main import main
+sys.argv = ["ucp", "import", "mlflow", "sqlite:///m.db", "--json"]
+main()
+"""
+    imported = program(command, tmp_path)
+    assert [c["id"] for c in imported["checkpoints"]] == ids
+    assert imported["checkpoints"][1]["earlier"] == {"loss": 1}
+
+
+def test_wandb_there_and_back(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
+    begin = "import wandb\nwith wandb.init(mode='offline', dir='.', name='x') as run:"
+    ids = program(SAVES.format("wandb", begin), tmp_path, WANDB_SILENT="true")
+    with ucformat.Catalog() as catalog:
+        imported = ucformat.import_runs("wandb", str(tmp_path / "wandb"), catalog)
+        assert [c.id for c in imported.checkpoints] == ids
+        assert catalog.get("run7@1").metrics == {"loss": 0.5}
