@@ -85,6 +85,9 @@ OPENING: dict[str, Sequence[str]] = {
 #: Those that ask the catalog, storage or nobody what a checkpoint is, and open none of others.
 OTHERS = {
     "demo",
+    "import mlflow",
+    "import tensorboard",
+    "import wandb",
     "serve",
     "sign",
     "thin",

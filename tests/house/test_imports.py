@@ -59,6 +59,7 @@ ALLOWED: dict[str, set[str]] = {
         *("schema", "errors", "geometry", "storage", "reading", "checkpoint", "references"),
         *("catalog", "jobs", "zarr_store"),
     },
+    "trackers": {"errors", "redacted", "storage", "sources", "catalog"},
     "torch": {
         *("schema", "errors", "geometry", "storage", "reading", "format", "sources", "checkpoint"),
         *("_version", "catalog", "references", "redacted", "registry", "settings", "exporters"),
@@ -97,10 +98,12 @@ CORE = ALLOWED.keys() - {"_version", "migrations", "zarr_store"}
 #: Module -> what it alone of its room may import besides.
 BESIDES = {
     "reading/lazy.py": {"torch"},  # of which a tensor is asked for
-    "jobs/attest.py": {"mlflow", "wandb"},  # to which a reference is logged
+    "jobs/logged.py": {"mlflow", "wandb"},  # to which a reference is logged
     "jobs/on_dask.py": {"distributed"},
     "jobs/on_torchrun.py": {"torch"},
     "storage/profiles.py": {"platformdirs"},
+    "trackers/events.py": {"crc32c"},
+    "trackers/mlflow.py": {"mlflow"},
 }
 #: Faces: nothing imports them; they may import everything. The last are where users import the
 #: integrations from.

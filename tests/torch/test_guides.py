@@ -99,6 +99,15 @@ def test_saving_less(tmp_path: Path) -> None:
     assert verified
 
 
+def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
+    _, dry, first, runs, again = follow("trackers.md", tmp_path)
+    assert "4 of 4 checkpoints would be changed" in dry
+    assert "4 of 4 checkpoints changed" in first
+    assert re.search(r"run7 +4 +10 to 40 +0\.\d+ +40", runs)
+    assert "0 of 4 checkpoints changed" in again
+
+
 def test_fsdp2_and_tensor_parallelism(tmp_path: Path) -> None:
     first, second, _ = follow("fsdp2_tp.md", tmp_path)
     goes_on(first, second, range(5, 7))

@@ -111,11 +111,11 @@ def test_a_database(store: tuple[Path, Ids], catalog: ucformat.Catalog) -> None:
     assert all(c["metrics"] == {} and c["params"] == 0 for c in again["checkpoints"])
     assert catalog.events(limit=1000) == events
     # two runs of one name, of which neither is that of the catalog
-    everything = command(url, "--dry-run")
-    assert len(everything["unmatched"]) == 2
-    assert everything["left_out"]["references to checkpoints that the catalog does not have"] == 1
+    second = command(url, "--experiment", "second", "--dry-run")
+    assert len(second["unmatched"]) == 2
+    assert second["left_out"]["references to checkpoints that the catalog does not have"] == 1
     catalog.record(manifest(50, "twice", 100), "/nowhere/twice/100")
-    error = command(url, code=2)["error"]
+    error = command(url, "--experiment", "second", code=2)["error"]
     assert "MLflow has 2 runs 'twice'" in error["message"]
     assert ids["twice"] in error["hint"]
     command(url, "--run", ids["twice"])
