@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "jobs": {
         *("schema", "errors", "geometry", "storage", "reading", "views", "format", "sources"),
         *("checkpoint", "_version", "catalog", "durable", "exporters", "references", "settings"),
-        "signatures",
+        *("redacted", "signatures"),
     },
     "runs": {
         *("schema", "errors", "geometry", "storage", "reading", "checkpoint", "references"),

@@ -49,5 +49,5 @@ def test_what_a_page_calls_exists(page: str) -> None:
     for name in re.findall(r"`ucformat\.([a-z_.A-Z]+)\(", text):
         known = name in ucformat.__all__ or f"`ucformat.{name}(" in api
         assert known, name
-    for command in re.findall(r"`ucp ([a-z]+(?: (?:set|check|info|upgrade))?)", text):
+    for command in re.findall(r"`ucp ([a-z]+(?: (?:set|check|info|upgrade|mlflow|wandb))?)", text):
         assert f"## ucp {command}\n" in commands, command

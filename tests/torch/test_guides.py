@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 of_an_integration = pytest.mark.matrix
 
 
-def follow(page: str, folder: Path) -> list[str]:
+def follow(page: str, folder: Path, **variables: str) -> list[str]:
     """Write the programs of a guide to a folder, and do there what its consoles say; what each command printed.
 
     A command that ends with `&` runs while the next one does.
@@ -34,19 +34,20 @@ def follow(page: str, folder: Path) -> list[str]:
         running = []
         for number, line in enumerate(lines):
             command = line.removeprefix("$ ").removesuffix(" &")
-            running.append(pool.submit(run, command.split(), folder, folder / f"log-{number}.txt"))
+            log = folder / f"log-{number}.txt"
+            running.append(pool.submit(run, command.split(), folder, log, **variables))
             if not line.endswith(" &"):
                 running[-1].result()
         return [command.result() for command in running]
 
 
-def run(words: list[str], folder: Path, log: Path) -> str:
+def run(words: list[str], folder: Path, log: Path, **variables: str) -> str:
     if words[0] == "torchrun":
         option, nproc, *script = words[1:]
         assert option == "--nproc-per-node"
-        return fork(int(nproc), script, log, cwd=folder, PYTHONSAFEPATH="")
+        return fork(int(nproc), script, log, cwd=folder, PYTHONSAFEPATH="", **variables)
     script = {"ucp": ["-m", "ucformat.cli"], "python": []}[words[0]] + words[1:]
-    return fork(0, script, log, cwd=folder, PYTHONSAFEPATH="")
+    return fork(0, script, log, cwd=folder, PYTHONSAFEPATH="", **variables)
 
 
 def losses(text: str) -> dict[int, float]:
@@ -99,9 +100,9 @@ def test_saving_less(tmp_path: Path) -> None:
     assert verified
 
 
-def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCP_CATALOG", str(tmp_path / "catalog.db"))
-    _, dry, first, runs, again = follow("trackers.md", tmp_path)
+def test_trackers(tmp_path: Path) -> None:
+    catalog = str(tmp_path / "catalog.db")
+    _, dry, first, runs, again = follow("trackers.md", tmp_path, UCP_CATALOG=catalog)
     assert "4 of 4 checkpoints would be changed" in dry
     assert "4 of 4 checkpoints changed" in first
     assert re.search(r"run7 +4 +10 to 40 +0\.\d+ +40", runs)

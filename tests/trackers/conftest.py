@@ -26,11 +26,16 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ucforma
     file = str(tmp_path / "catalog.db")
     monkeypatch.setenv("UCP_CATALOG", file)
     with ucformat.Catalog(file) as opened:
-        for number, run in enumerate(("run7", "run8")):
-            for k, step in enumerate(STEPS):
-                doc = manifest(number * 10 + k, run, step, metrics={"recorded": 0.1})
-                opened.record(doc, f"/nowhere/{run}/{step}")
+        fill(opened)
         yield opened
+
+
+def fill(catalog: ucformat.Catalog) -> None:
+    """Record run7 and run8, with a checkpoint at each of STEPS."""
+    for number, run in enumerate(("run7", "run8")):
+        for k, step in enumerate(STEPS):
+            doc = manifest(number * 10 + k, run, step, metrics={"recorded": 0.1})
+            catalog.record(doc, f"/nowhere/{run}/{step}")
 
 
 def of_run(catalog: ucformat.Catalog, run: str = "run7") -> dict[int | None, Entry]:

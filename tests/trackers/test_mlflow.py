@@ -154,7 +154,7 @@ def test_what_is_no_store(tmp_path: Path, catalog: ucformat.Catalog) -> None:
 def test_a_folder(tmp_path: Path, catalog: ucformat.Catalog) -> None:
     pytest.importorskip("mlflow", reason=NEEDS_MLFLOW)
     folder = tmp_path / "mlruns"
-    allowed = {"MLFLOW_ALLOW_FILE_STORE": "true"}
+    allowed: dict[str, Any] = {"MLFLOW_ALLOW_FILE_STORE": "true"}
     ids = write(folder.as_uri(), tmp_path, **allowed)
     assert "MLFLOW_ALLOW_FILE_STORE" in command(folder, code=1)["error"]["message"]
     check(command(folder, "--experiment", "exp", **allowed), ids, catalog)

@@ -170,7 +170,10 @@ def test_a_file_that_is_cut_off_or_damaged(tmp_path: Path, catalog: ucformat.Cat
 
 def test_which_checkpoints_a_run_belongs_to(tmp_path: Path, catalog: ucformat.Catalog) -> None:
     write(tmp_path / "exp1", {"loss": {100: 1.0, 300: 3.0}})
-    import_ = lambda **o: ucformat.import_runs("tensorboard", str(tmp_path), catalog, **o)  # noqa: E731
+
+    def import_(**options: Any) -> ucformat.ImportedRuns:
+        return ucformat.import_runs("tensorboard", str(tmp_path), catalog, **options)
+
     assert import_().unmatched == {
         "exp1": "the catalog has no run 'exp1', and no checkpoint was logged to it"
     }
@@ -213,24 +216,6 @@ def test_lines_that_do_not_continue_each_other(tmp_path: Path, catalog: ucformat
         "tensorboard", str(tmp_path), catalog, runs={"run7": "folder:/nowhere/run7@latest"}
     )
     assert [c.name for c in imported.checkpoints] == ["run7@100", "run7@200", "run7@300"]
-
-
-def test_the_command(tmp_path: Path, catalog: ucformat.Catalog) -> None:
-    write(tmp_path / "logs/lr=0.1", {"loss": {100: 1.0, 250: 2.0}})
-    catalog.metric("run7@100", {"loss": 9.0})
-    words = [sys.executable, "-m", "ucformat.cli", "import", "tensorboard", str(tmp_path / "logs")]
-    shell = lambda *more: subprocess.run(  # noqa: E731
-        [*words, *more], capture_output=True, text=True, check=False
-    )
-    shown = shell("--run", "lr=0.1=run7", "--dry-run")
-    assert "2 of 3 checkpoints would be changed" in shown.stdout, shown.stderr
-    assert "kept          metric.loss of run7@100" in shown.stdout
-    assert "from earlier  loss of 2 checkpoints" in shown.stdout
-    assert "not imported  lr=0.1: the catalog has no run" in shell("--run", "lr=0.1=").stdout
-    data = json.loads(shell("--run", "lr=0.1=run7", "--json").stdout)
-    assert [c["metrics"] for c in data["checkpoints"]] == [{}, {"loss": 1.0}, {"loss": 2.0}]
-    assert metric(catalog, "loss") == {100: 9.0, 200: 1.0, 300: 2.0}
-    assert shell("--run", "lr=0.1").returncode == 3
 
 
 def test_writers_of_pytorch_and_the_reader_of_tensorboard_agree(

@@ -85,7 +85,10 @@ def test_what_is_cut_off_damaged_or_absent(
     shutil.copytree(file.parent, tmp_path / "wandb" / file.parent.name)
     copy = tmp_path / "wandb" / file.parent.name / file.name
     data = file.read_bytes()
-    import_ = lambda: ucformat.import_runs("wandb", str(tmp_path), catalog, dry_run=True)  # noqa: E731
+
+    def import_() -> ucformat.ImportedRuns:
+        return ucformat.import_runs("wandb", str(tmp_path), catalog, dry_run=True)
+
     for cut in (len(data) - 3, len(data) // 2, 40_000):
         copy.write_bytes(data[:cut])
         assert import_().left_out["unfinished records at the ends of logs"] == 1

@@ -1,10 +1,11 @@
 """Trainings that log to offline runs of W&B: run as a program, in the folder where they are."""
 
 import sys
+from typing import Any
 
 import wandb
 
-common = {"mode": "offline", "dir": ".", "project": "p"}
+common: dict[str, Any] = {"mode": "offline", "dir": ".", "project": "p"}
 with wandb.init(
     name="run7", id="one", config={"lr": 1e-3, "model": {"layers": 4}}, **common
 ) as run:
