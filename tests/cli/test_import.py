@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import pytest
-
 import ucformat
 from tests.trackers.conftest import fill, metric
 from tests.trackers.test_tensorboard import write
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from tests.cli.conftest import Run
 

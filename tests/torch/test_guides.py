@@ -100,6 +100,7 @@ def test_saving_less(tmp_path: Path) -> None:
     assert verified
 
 
+@pytest.mark.matrix
 def test_trackers(tmp_path: Path) -> None:
     catalog = str(tmp_path / "catalog.db")
     _, dry, first, runs, again = follow("trackers.md", tmp_path, UCP_CATALOG=catalog)
