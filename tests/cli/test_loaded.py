@@ -62,6 +62,7 @@ PLANS = {"ucformat.reading.rank"}
 #: safetensors file.
 COMMANDS: dict[str, set[str]] = {
     "--help": set(),
+    "import wandb --help": set(),
     "sql 'select 1'": CATALOG | {"pydantic"},
     **dict.fromkeys(
         ("ls", "log", "alias list", "lineage U", "diff --quiet U U", "catalog info"), CATALOG
