@@ -194,3 +194,43 @@ def test_wandb_there_and_back(tmp_path: Path) -> None:
         imported = ucformat.import_runs("wandb", str(tmp_path / "wandb"), catalog)
         assert [c.id for c in imported.checkpoints] == ids
         assert catalog.get("run7@1").metrics == {"loss": 0.5}
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about its loaders
+@pytest.mark.parametrize("form", ["io", "strategy", "background"])
+def test_lightning(tmp_path: Path, form: str) -> None:
+    import lightning
+
+    from ucformat.torch.integrations.lightning import UniversalCheckpointIO, UniversalDDPStrategy
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layer(batch).sum()  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.named_parameters(), lr=0.1)
+
+    tracker = Kept()
+    own: dict[str, Any] = {"plugins": [UniversalCheckpointIO(log_to=tracker)]}
+    if form != "io":
+        own = {"strategy": UniversalDDPStrategy(background=form == "background", log_to=tracker)}
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        **own,
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(4, 2)))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.strategy.teardown()
+    assert [(r.url, r.step) for r in tracker.references] == [(str(tmp_path / "a.ckpt"), 4)]
