@@ -210,7 +210,7 @@ def test_lightning(tmp_path: Path, form: str) -> None:
             self.layer = torch.nn.Linear(2, 1)
 
         def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-            return self.layer(batch).sum()  # type: ignore[no-any-return]
+            return self.layer(batch).sum()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.named_parameters(), lr=0.1)
