@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import ctypes
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -33,6 +34,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+
+from tests.engines.megatron.live import emerging
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,6 +109,52 @@ def do_without_gpus(ranks: int) -> None:
     dist.init_process_group, dist.new_group = with_gloo, group_with_gloo
 
 
+def stand_in() -> None:
+    """Put in place what Megatron and its tests take from packages that need a GPU."""
+    name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+    sys.modules[name] = mock.MagicMock()  # kernels in Triton
+    name = "nvidia_resiliency_ext.checkpointing.local.base_state_dict"
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
+    sys.modules[name].TensorAwareStateDict = type("TensorAwareStateDict", (), {})  # type: ignore[attr-defined]
+    name = "transformer_engine.pytorch.fp8"  # which tests of plain experts import, too
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].check_fp8_support = lambda: (False, "no GPU")  # type: ignore[attr-defined]
+    sys.modules[name].fp8_autocast = None  # type: ignore[attr-defined]
+    emerging.provide()
+
+    # the layers of Transformer Engine: those of Megatron itself
+    gpt: Any = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    local, block = gpt.get_gpt_layer_local_spec, gpt.get_gpt_decoder_block_spec
+    taken = inspect.signature(local).parameters
+
+    def layer_spec(*args: Any, **how: Any) -> Any:
+        return local(*args, **{name: value for name, value in how.items() if name in taken})
+
+    def block_spec(config: Any, use_transformer_engine: bool, *args: Any, **how: Any) -> Any:
+        return block(config, False, *args, **how)
+
+    gpt.get_gpt_layer_with_transformer_engine_spec = layer_spec
+    gpt.get_gpt_decoder_block_spec = block_spec
+    bert: Any = importlib.import_module("megatron.core.models.bert.bert_layer_specs")
+    bert.bert_layer_with_transformer_engine_spec = bert.bert_layer_local_spec
+    t5: Any = importlib.import_module("megatron.core.models.T5.t5_spec")
+    for part in ("encoder", "decoder"):
+        spec = getattr(t5, f"{part}_model_with_local_spec")
+        setattr(t5, f"{part}_model_with_transformer_engine_default_spec", spec)
+
+    # Transformer Engine's Adam has a learning rate by default, PyTorch's has not
+    config: Any = importlib.import_module("megatron.core.optimizer").OptimizerConfig
+    checks = config.__post_init__
+
+    def with_rate(self: Any) -> None:
+        self.lr = 1e-3 if self.lr is None else self.lr
+        checks(self)
+
+    config.__post_init__ = with_rate
+
+
 def prepare(checkout: Path, ranks: int) -> None:
     """Import what all ranks need, before they are forked."""
     import tests
@@ -120,19 +169,7 @@ def prepare(checkout: Path, ranks: int) -> None:
     downloads = types.ModuleType(name)
     downloads.download_and_extract_asset = lambda **_: None  # type: ignore[attr-defined]
     sys.modules[name] = downloads
-    name = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-    sys.modules[name] = mock.MagicMock()  # kernels in Triton
-    name = "nvidia_resiliency_ext.checkpointing.local.base_state_dict"
-    parts = name.split(".")
-    for i in range(1, len(parts) + 1):
-        sys.modules.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
-    sys.modules[name].TensorAwareStateDict = type("TensorAwareStateDict", (), {})  # type: ignore[attr-defined]
-    name = "transformer_engine.pytorch.fp8"  # which tests of plain experts import, too
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].check_fp8_support = lambda: (False, "no GPU")  # type: ignore[attr-defined]
-    sys.modules[name].fp8_autocast = None  # type: ignore[attr-defined]
-    bert: Any = importlib.import_module("megatron.core.models.bert.bert_layer_specs")
-    bert.bert_layer_with_transformer_engine_spec = None  # likewise
+    stand_in()
     do_without_gpus(ranks)
     utils: Any = importlib.import_module("megatron.core.utils")
     utils.is_te_min_version = lambda *_, **__: False  # which fails without Transformer Engine
