@@ -15,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from struct import pack
@@ -48,6 +48,10 @@ _CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+#: The object in which Megatron says what form its state has.
+CONTENTS = "content_metadata"
+#: Its value that says that layers, experts and halves of gated projections have keys of their own.
+SINGLE = "singleton_local_shards"
 # the names of the fp32 copy, distributed or not
 _MASTER, _MASTER_OF_16_BITS = ("param", "fp32_param")
 
@@ -82,10 +86,15 @@ def plan_target(
 def listed_keys(source: Checkpoint) -> tuple[dict[str, TensorEntry], list[str]]:
     """The tensors that Megatron's own checkpoint of the same state has, by key, and the keys of its objects."""
     infos, options = list(source.tensors.values()), MegatronExportOptions()
-    keys = keys_of(source, infos, None)
+    keys, single = keys_of(source, infos, None), bool(_contents(source).get(SINGLE))
+    if single:
+        keys = {name: _single(key) for name, key in keys.items()}
     distributed = has_distributed_optimizer(source)
     plan = _ExportedTensors(source, infos, keys, distributed=distributed)
-    tensors = (*plan.weights(), *plan.states(_prefixes(source, plan, options)))
+    tensors = [*plan.weights(), *plan.states(_prefixes(source, plan, options))]
+    if single:
+        shapes = {entry.name: entry.shape for entry in tensors}
+        tensors = [part for entry in tensors for part in _halves(entry, shapes)]
     objects = objects_of(source)[0]
     objects |= {name: None for name in source.objects if _SHARD.fullmatch(name)}
     objects |= extra_states(keys, source, objects)
@@ -103,8 +112,7 @@ def _prefixes(
         return {False: ""}
     prefixed = options.chained_prefix
     if prefixed is None:
-        about = source.objects.get("content_metadata")
-        avoided = about.get("chained_optim_avoid_prefix") if isinstance(about, dict) else None
+        avoided = _contents(source).get("chained_optim_avoid_prefix")
         prefixed = is_megatron(source) and not avoided
     return {False: "chained_0.", True: "chained_1."} if prefixed else {False: "", True: ""}
 
@@ -239,6 +247,7 @@ Parts = tuple["TensorInfo", ...]  # a tensor, and the rows that pad it
 
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d{1,6})\.(.+)", re.DOTALL)
 _GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})", re.DOTALL)
+_FIRST_LINEAR = re.compile(r"\.linear_fc1\.(weight|bias)\Z")
 _LEGACY = re.compile(r".*\.experts\.weight[12]", re.DOTALL)  # of all experts, transposed
 _SHARD = re.compile(
     r".+/shard_\d+(\.\d+)*_\d+(\.\d+)*", re.DOTALL
@@ -317,6 +326,25 @@ def _numbered(key: StackedKey) -> StackedKey:
     )
 
 
+def _single(stacked: StackedKey) -> StackedKey:
+    """The key with the numbers of the layer and the expert in it."""
+    numbered = _numbered(stacked) if ".layers." in stacked.key else stacked
+    key = numbered.key
+    for expert in numbered.indices:
+        key = key.replace(".experts.experts.", f".experts.experts.{expert}.", 1)
+    return StackedKey(key, ())
+
+
+def _halves(entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TensorEntry]:
+    """Both halves of a gated projection, which has twice the rows that the next one has columns; else the entry."""
+    following = _FIRST_LINEAR.sub(".linear_fc2.weight", entry.name)
+    if following == entry.name or entry.shape[0] != 2 * shapes[following][-1]:
+        yield entry
+        return
+    half = (entry.shape[0] // 2, *entry.shape[1:])
+    yield from (replace(entry, name=f"{entry.name}_{letter}", shape=half) for letter in "wv")
+
+
 def extra_states(
     keys: Mapping[str, StackedKey], source: Checkpoint, objects: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -386,7 +414,7 @@ ALLOWED |= {_NAMESPACE, *_CLASSES.values()}
 _INDICES = re.compile(r"\d+(\.\d+)*")
 # keys of a group that groups are not compared by
 _NOT_SHARED = ("params", "state", "step", "is_expert_parallel")
-_OURS = ("optimizer", "args", "iteration", "content_metadata")
+_OURS = ("optimizer", "args", "iteration", CONTENTS)
 
 
 @dataclass
@@ -418,10 +446,9 @@ def common_of(
         for name, data in args.items():
             _add(namespace, name, data, "args.")
         common.values["args"] = Instance(_NAMESPACE, namespace.values)
-    about = source.objects.get("content_metadata")
-    contents = about if isinstance(about, dict) else {}
-    contents = {k: v for k, v in contents.items() if isinstance(v, bool | str)}
-    contents.pop("distrib_optim_sharding_type", None)
+    contents = {k: v for k, v in _contents(source).items() if isinstance(v, bool | str)}
+    for name in ("distrib_optim_sharding_type", SINGLE):
+        contents.pop(name, None)
     if trained:
         common.values["optimizer"] = _optimizers(source, infos, trained, prefixes, wrapped)
         if wrapped == "distributed":
@@ -429,7 +456,7 @@ def common_of(
         contents["chained_optim_avoid_prefix"] = not any(prefixes.values())
     elif source.metadata.groups:
         common.left.append("the optimizer groups")
-    common.values["content_metadata"] = contents
+    common.values[CONTENTS] = contents
     return common
 
 
@@ -455,6 +482,11 @@ def _is_sharded(source: Checkpoint, data: Any) -> bool:
 def is_megatron(source: Checkpoint) -> bool:
     """Whether a checkpoint came from Megatron, perhaps by a conversion."""
     return source.metadata.engine.get("name") == "megatron-core"
+
+
+def _contents(source: Checkpoint) -> dict[str, Any]:
+    contents = source.objects.get(CONTENTS)
+    return contents if isinstance(contents, dict) else {}
 
 
 def has_distributed_optimizer(source: Checkpoint) -> bool:

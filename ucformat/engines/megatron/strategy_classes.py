@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections import Counter
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,11 +21,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ucformat.checkpoint import open_checkpoint
-from ucformat.engines.megatron.export_plan import listed_keys
+from ucformat.engines.megatron.export_plan import CONTENTS, SINGLE, listed_keys
 from ucformat.engines.megatron.folder import COMMON
 from ucformat.engines.megatron.live_entries import at_path, is_of_bucket, rebuilt
 from ucformat.engines.megatron.live_load import load
 from ucformat.engines.megatron.live_save import save
+from ucformat.engines.megatron.names import LAYER
 from ucformat.errors import StateMismatch, UnsupportedError
 from ucformat.torch.state.memory import torch_dtype
 
@@ -62,6 +64,8 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
         state = _with_optimizer(sharded_state_dict, self._optimizer)
         is_live = state.get(_OPTIMIZER) is self._optimizer is not None
         values = {k: v for k, v in common.items() if k != _OPTIMIZER or not is_live}
+        if CONTENTS not in values and _has_single_keys(sharded_state_dict):
+            values[CONTENTS] = {SINGLE: True}
         save(
             merge(values, state) if _OPTIMIZER in values else {**values, **state},
             checkpoint_dir,
@@ -185,6 +189,14 @@ def _imported(name: str) -> object:
     """A class by its module and name, if its module is imported already."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)
+
+
+def _has_single_keys(state: Mapping[str, Any]) -> bool:
+    """Whether layers, experts and halves of gated projections have keys of their own, as far as this rank sees."""
+    keys = Counter(e.key for e in nested_values(state) if isinstance(e, ShardedTensor))
+    halves_share = any(".linear_fc1." in key and count > 1 for key, count in keys.items())
+    experts_share = any(".experts.experts.linear" in key for key in keys)
+    return any(map(LAYER.fullmatch, keys)) and not halves_share and not experts_share
 
 
 def _with_optimizer(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:

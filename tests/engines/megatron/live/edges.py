@@ -59,12 +59,65 @@ def optimizers(folder: Path) -> dict[str, Any]:
     return told
 
 
+def keys(state: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a state's tensors, with their shapes, and of its objects."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    out: dict[str, Any] = {}
+    for entry in nested_values(state):
+        built = nested_values(entry.build()) if hasattr(entry, "build") else [entry]
+        out |= {e.key: list(e.global_shape) for e in built if isinstance(e, ShardedTensor)}
+        out |= {e.unique_key: None for e in built if isinstance(e, ShardedObject)}
+    return out
+
+
+def listed(strategy: Any, folder: Path) -> dict[str, Any]:
+    """The keys that a strategy lists of a checkpoint, in the same form."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return {
+        key: list(e.global_shape) if isinstance(e, ShardedTensor) else None
+        for key, e in strategy.load_sharded_metadata(folder).items()
+    }
+
+
+def single_keys(folder: Path) -> dict[str, Any]:
+    """Layers, experts and halves with keys of their own (`singleton_local_shards`)."""
+    from megatron.core import dist_checkpointing
+
+    import ucformat
+    import ucformat.torch.megatron as um
+
+    training = Training({**SPEC, "layers": 2, "optimizer": None, "experts": 2})
+    training.step()
+    save, load = um.strategies()
+    place, exported = folder / "ck", folder / "exported"
+    place.mkdir()
+
+    def state() -> dict[str, Any]:
+        module = training.chunks[0].module
+        model = {"model": module.sharded_state_dict(metadata={"singleton_local_shards": True})}
+        return {**model, "optimizer": training.optimizer.sharded_state_dict(model)}
+
+    dist_checkpointing.save(state(), str(place), save)
+    loaded, *others = dist_checkpointing.load(state(), str(place), load, strict="return_all")
+    saved = training.chunks[0].module.state_dict()
+    ucformat.export(place, exported, "megatron")
+    return {
+        "own": keys(state()),
+        "listed": listed(load, place),
+        "others": [sorted(each) for each in others],
+        "same": all(torch.equal(saved[n], t) for n, t in loaded["model"].items() if t is not None),
+        "said": dist_checkpointing.load_content_metadata(str(exported)),
+    }
+
+
 def strictness(folder: Path) -> dict[str, Any]:
     """Megatron compares the keys of a universal checkpoint with those of a state by itself."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from torch.distributed.checkpoint.api import CheckpointException
 
     import ucformat
@@ -78,18 +131,9 @@ def strictness(folder: Path) -> dict[str, Any]:
         model = training.model()
         return {**model, "optimizer": training.optimizer.sharded_state_dict(model)}
 
-    own: dict[str, Any] = {}
-    for entry in nested_values(state()):
-        built = nested_values(entry.build()) if hasattr(entry, "build") else [entry]
-        own |= {e.key: list(e.global_shape) for e in built if isinstance(e, ShardedTensor)}
-        own |= {e.unique_key: None for e in built if isinstance(e, ShardedObject)}
     (folder / "ck").mkdir()
     dist_checkpointing.save(state(), str(folder / "ck"), save)
-    listed = {
-        key: list(e.global_shape) if isinstance(e, ShardedTensor) else None
-        for key, e in load.load_sharded_metadata(folder / "ck").items()
-    }
-    told: dict[str, Any] = {"own": own, "listed": listed}
+    told: dict[str, Any] = {"own": keys(state()), "listed": listed(load, folder / "ck")}
     told["groups"] = [g.options["lr"] for g in ucformat.open(folder / "ck").manifest.groups]
     arguments: Any = (str(folder / "ck"), load)
     told["all"] = [

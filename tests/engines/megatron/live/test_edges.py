@@ -58,6 +58,16 @@ def test_strictness_of_megatrons_own_functions(tmp_path: Path) -> None:
     assert found["from fused"]
 
 
+def test_keys_of_single_layers_experts_and_halves(tmp_path: Path) -> None:
+    """Listed as they were saved; what is exported has the keys of whole stacks, and says nothing else."""
+    found = told("single_keys", tmp_path)
+    assert any(key.endswith("experts.experts.1.linear_fc1.weight_w") for key in found["own"])
+    assert found["listed"] == found["own"]
+    assert found["others"] == [[], []]
+    assert found["same"]
+    assert "singleton_local_shards" not in found["said"]
+
+
 def test_before_the_first_step(tmp_path: Path) -> None:
     """Megatron-Core itself cannot save such an optimizer without Apex and Transformer Engine."""
     found = told("before_the_first_step", tmp_path)
