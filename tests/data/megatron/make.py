@@ -113,7 +113,7 @@ def without_cuda() -> None:
     torch.Tensor.record_stream = lambda *args: None
     kind = torch.Tensor.type
     torch.Tensor.type = lambda self, *a, **k: (
-        kind(self, *a, **k) if a or k else kind(self).replace("torch.", "torch.cuda.")
+        kind(self, *a, **k) if a or k else re.sub(r"^torch\.(cuda\.)?", "torch.cuda.", kind(self))
     )
     for name in ("tensor", "empty", "zeros", "ones", "full", "arange"):
         make = getattr(torch, name)

@@ -6,11 +6,11 @@
 The tests are those of a checkout of Megatron-LM of the version that is installed in
 `.engines/megatron`, run as they are, on the CPU, by forked ranks with Gloo. Where they name
 `torch_dist`, or its classes, they get those of `ucformat.torch.megatron.strategies`. A test has
-passed if it has on all ranks. After one that fails, or takes longer than `--timeout`, the ranks are
-ended, and new ones go on with the next test. `--stock` keeps Megatron's strategies: what passes
-there, which `--out` notes, is what ours have to pass (`--only`). What ends is kept in the file of
-`--results`, so that the same command goes on after it was stopped. docs/guides/megatron.md names
-the results.
+passed if it has on all ranks. After a few tests, and one that fails or takes longer than
+`--timeout`, the ranks are ended, and new ones go on with the next test. `--stock` keeps Megatron's
+strategies: what passes there, which `--out` notes, is what ours have to pass (`--only`). What ends
+is kept in the file of `--results`, so that the same command goes on after it was stopped.
+docs/guides/megatron.md names the results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from tests.engines.megatron.live import emerging
+from tests.engines.megatron.live import emerging, fused_adam
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _FOLDER = Path("tests/unit_tests/dist_checkpointing")
 _GRACE = 3.0  # seconds for the other ranks to end a test that one has failed
 _PORT = 29800
+_TESTS_OF_ONE_START = 6  # Gloo's threads of a test's process groups, hundreds, end with the ranks
 _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
@@ -144,15 +145,7 @@ def stand_in() -> None:
         spec = getattr(t5, f"{part}_model_with_local_spec")
         setattr(t5, f"{part}_model_with_transformer_engine_default_spec", spec)
 
-    # Transformer Engine's Adam has a learning rate by default, PyTorch's has not
-    config: Any = importlib.import_module("megatron.core.optimizer").OptimizerConfig
-    checks = config.__post_init__
-
-    def with_rate(self: Any) -> None:
-        self.lr = 1e-3 if self.lr is None else self.lr
-        checks(self)
-
-    config.__post_init__ = with_rate
+    fused_adam.provide()
 
 
 def prepare(checkout: Path, ranks: int) -> None:
@@ -308,6 +301,7 @@ def run_tests(
     left, start = [i for i in ids if i not in results], 0
     while left:
         start += 1
+        now = left[:_TESTS_OF_ONE_START]
         folder = logs / f"start-{os.getpid()}-{start}"
         folder.mkdir()
         os.environ |= {
@@ -321,9 +315,9 @@ def run_tests(
             for rank in range(ranks):
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 if not (process := os.fork()):
-                    _run_rank(rank, ranks, checkout, left, folder)
+                    _run_rank(rank, ranks, checkout, now, folder)
                 processes.append(process)
-            index = _watch(processes, ended, folder, left, results, timeout)
+            index = _watch(processes, ended, folder, now, results, timeout)
         finally:  # also where this process is told to end
             _end(processes, ended)
         left = left[index:]

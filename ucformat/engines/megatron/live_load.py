@@ -261,7 +261,10 @@ class _Plan:
             info = self.ck.tensors.get(Key(self.names.get(name, name), "step"))
             if info is not None and not info.shape and step is not None:
                 yield local_of(name, "step", torch.tensor(step, dtype=torch_dtype(info.dtype)))
-        if step is not None and not any(key.state == "step" for key in self.ck.tensors):
+        if step is None:
+            if names and part.counts_steps and any(map(is_of_step, self.ck.tensors)):
+                self.values.compare("the step", None, self._step(names))
+        elif not any(key.state == "step" for key in self.ck.tensors):
             self.values.compare("the step", float(step), self._step(names))
 
     def _leave_padding(self, but: Collection[Key] = ()) -> None:
@@ -496,7 +499,7 @@ class _Plan:
         """Apply what was read."""
         self.values.put()
         for part in self._forgotten:
-            part.optimizer.optimizer.state.clear()
+            part.forget()
         for part, step in self._steps:
             part.put_step(step)
 

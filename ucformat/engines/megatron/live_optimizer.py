@@ -245,8 +245,8 @@ class LivePart:
             UnsupportedError: parameters have different steps, which Megatron cannot restore.
         """
         inner = self.optimizer.optimizer
-        of_groups = [g["step"] for g in inner.param_groups if g["params"] and "step" in g]
-        steps = {float(s["step"]) for s in inner.state.values() if "step" in s} or set(of_groups)
+        of_groups = {float(g["step"]) for g in inner.param_groups if g["params"] and "step" in g}
+        steps = {float(s["step"]) for s in inner.state.values() if "step" in s} or of_groups
         if len(steps) > 1:
             raise UnsupportedError(
                 f"the parameters of an optimizer have the steps {sorted(steps)[:5]}",
@@ -286,15 +286,28 @@ class LivePart:
         for parameter in self._made:
             self.optimizer.optimizer.state.pop(parameter, None)
 
-    def put_step(self, step: float) -> None:
-        """Set the step of all parameters, each in memory of its own, in which PyTorch counts it."""
+    def forget(self) -> None:
+        """Be as before the first step."""
         inner = self.optimizer.optimizer
-        for states in inner.state.values():
-            if "step" in states:
-                states["step"] = torch.full_like(states["step"], step)
+        inner.state.clear()
         for group in inner.param_groups:
-            if "step" in group:
-                group["step"] = type(group["step"])(step)
+            group.pop("step", None)
+
+    def put_step(self, step: float) -> None:
+        """Set the step of all parameters, where the optimizer counts it.
+
+        PyTorch's Adam does for each parameter, in memory of its own, and fused ones do in their
+        groups, which have no step before the first one.
+        """
+        inner = self.optimizer.optimizer
+        of_parameters = [states for states in inner.state.values() if "step" in states]
+        for states in of_parameters:
+            states["step"] = torch.full_like(states["step"], step)
+        for group in inner.param_groups:
+            if "step" in group or not of_parameters:
+                before = group.get("step", 0)
+                is_tensor = torch.is_tensor(before)
+                group["step"] = torch.full_like(before, step) if is_tensor else type(before)(step)
 
 
 def _refuse(optimizer: Any) -> None:

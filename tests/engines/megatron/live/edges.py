@@ -211,6 +211,26 @@ def before_the_first_step(folder: Path) -> dict[str, Any]:
     }
 
 
+def step_of_groups(folder: Path) -> dict[str, Any]:
+    """An optimizer that counts steps in its groups, without its step."""
+    import ucformat.torch.megatron as um
+
+    training = Training({**SPEC, "fused": True})
+    um.save(training.state(), folder / "first")
+    training.step()
+    um.save(training.state(), folder / "second")
+    groups = [g for part in training.run.optimizers for g in part.optimizer.param_groups]
+    steps = [g.pop("step") for g in groups]
+    state = {**training.model(), "optimizer": training.optimizer}
+    lost = um.certify(state, folder / "second")
+    told: dict[str, Any] = {"steps": steps, "certified": bool(lost), "lost": str(lost)}
+    um.load(state, folder / "second")
+    told["loaded"] = [g["step"] for g in groups]
+    um.load(state, folder / "first")
+    told["before"] = [g.get("step") for g in groups]
+    return told
+
+
 def weights_alone(folder: Path) -> dict[str, Any]:
     """A state without the optimizer loads weights, and a checkpoint without one is no training."""
     import ucformat.torch.megatron as um

@@ -76,6 +76,14 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     assert found["refused"][0] == "StateMismatch"
 
 
+def test_a_step_that_is_lost_in_groups(tmp_path: Path) -> None:
+    found = told("step_of_groups", tmp_path)
+    assert not found["certified"]
+    assert "the step" in found["lost"]
+    assert found["steps"] == found["loaded"] == [1] * len(found["steps"])
+    assert found["before"] == [None] * len(found["steps"])
+
+
 def test_weights_alone(tmp_path: Path) -> None:
     found = told("weights_alone", tmp_path)
     assert (found["complete"], found["same"], found["lineage"]) == (True, True, "finetune")

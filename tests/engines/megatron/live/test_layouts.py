@@ -27,6 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-dp2": {"world": 4, "tp": 2, **GATED, **FULL},
     "tp2-plain": {"world": 2, "tp": 2, **GATED},
     "one": {"world": 1, **GATED},
+    "fused-dp2": {"world": 2, **GATED, **FLAT, "fused": True},
+    "fused-tp2": {"world": 2, "tp": 2, **GATED, "fused": True},
     "vpp2": {"world": 2, "pp": 2, "vpp": 2, **GATED, "layers": 4, **FLAT, "buckets": 300},
     "fp32": {"world": 2, "layers": 4, "swiglu": True, "vocab": 32, **FLAT},
     "fp32-plain": {"world": 2, "pp": 2, "layers": 4, "swiglu": True, "vocab": 32},
@@ -134,6 +136,18 @@ def test_strategies_of_megatrons_own_functions(tp2: Saved, tmp_path: Path) -> No
     told = trained(tmp_path / "load", LAYOUTS["pp2"], *actions)
     assert differences(place, again) == []
     assert told["losses"] == pytest.approx(tp2.losses, rel=1e-3)
+
+
+def test_an_optimizer_that_counts_steps_in_its_groups(tmp_path: Path) -> None:
+    """As Transformer Engine's does, from its first step on: also before it, a load sets the step."""
+    Saved(tmp_path / "a", "fused-dp2").goes_on(tmp_path / "b", "fused-tp2", rel=1e-3)
+    Saved(tmp_path / "c", "fused-tp2").goes_on(tmp_path / "d", "fused-dp2", rel=1e-3)
+
+
+def test_optimizers_that_count_steps_elsewhere(tp2: Saved, tmp_path: Path) -> None:
+    """PyTorch's Adam counts them for each parameter, Transformer Engine's in its groups."""
+    tp2.goes_on(tmp_path / "a", "fused-dp2", rel=1e-3)
+    Saved(tmp_path / "b", "fused-tp2").goes_on(tmp_path / "c", "pp2", rel=1e-3)
 
 
 def test_layer_wise_muon(tmp_path: Path) -> None:

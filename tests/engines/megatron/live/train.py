@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import tests.engines.megatron.live.beside  # noqa: F401
-from tests.engines.megatron.live import emerging
+from tests.engines.megatron.live import emerging, fused_adam
 from tests.engines.megatron.load_megatron import keep_steps, maker
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class Training:
         self.spec, self.ps = spec, ps
         if "muon" in spec:
             emerging.provide()
+        if spec.get("fused"):
+            fused_adam.provide()
         made_by = maker()
         made_by.VOCAB = spec.get("vocab", made_by.VOCAB)
         self.run = made_by.built(spec, getattr(self, "wrap", made_by.data_parallel))
