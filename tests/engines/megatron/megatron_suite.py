@@ -48,19 +48,32 @@ _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its paren
 
 
 def use_ours() -> None:
-    """Put our strategies where Megatron names its own."""
+    """Put our strategies where Megatron names its own.
+
+    They are given the optimizer, as `strategies(optimizer)` is, whose state a test has asked for.
+    """
     from megatron.core.dist_checkpointing.strategies import base
     from megatron.core.dist_checkpointing.strategies import torch as theirs
 
     from ucformat.engines.megatron.strategy_classes import LoadStrategy, SaveStrategy
 
+    asked = _note_optimizers()
+
     class Save(SaveStrategy):
         def __init__(self, *_: Any, **__: Any) -> None:
             super().__init__(None, None, {})
 
+        def save(self, *arguments: Any) -> None:
+            self._optimizer = asked[-1] if asked else None
+            super().save(*arguments)
+
     class Load(LoadStrategy):
         def __init__(self, *_: Any, **__: Any) -> None:
             super().__init__(None, None, "report", {})
+
+        def load(self, *arguments: Any) -> dict[str, Any]:
+            self._optimizer = asked[-1] if asked else None
+            return super().load(*arguments)
 
     def register() -> None:
         for backend in ("torch_dist", "ucformat"):
@@ -72,6 +85,30 @@ def use_ours() -> None:
     theirs.TorchDistLoadShardedStrategy = Load
     theirs.register_default_torch_strategies = register
     register()
+
+
+def _note_optimizers() -> list[Any]:
+    """The optimizers in the order in which they are asked for their state."""
+    from megatron.core.optimizer import distrib_optimizer, layer_wise_optimizer, optimizer
+
+    asked: list[Any] = []
+
+    def note(kind: Any) -> None:
+        stock = kind.sharded_state_dict
+
+        def sharded_state_dict(self: Any, *args: Any, **how: Any) -> Any:
+            out = stock(self, *args, **how)
+            asked.append(self)  # one that chains others after these
+            return out
+
+        kind.sharded_state_dict = sharded_state_dict
+
+    note(distrib_optimizer.DistributedOptimizer)
+    note(layer_wise_optimizer.LayerWiseDistributedOptimizer)
+    note(optimizer.ChainedOptimizer)
+    note(optimizer.Float16OptimizerWithFloat16Params)
+    note(optimizer.FP32Optimizer)
+    return asked
 
 
 class _OnCpu(TorchFunctionMode):

@@ -246,7 +246,7 @@ def aliases_of(live: LiveModel) -> dict[str, str]:
         str(path[-1]) == out and any(r.key.name == word for r in regions)
         for path, regions in live.entries.tensors.items()
     )
-    tied = live.args.tied and word in names and out not in names
+    tied = live.args.tied and live.layout.is_last_stage and word in names and out not in names
     return {out: word} if copied or tied else {}
 
 

@@ -37,7 +37,8 @@ class StageLayout:
     """The parallel groups of this rank: the ranks of its stage, as meshes of data-parallel by tensor-parallel ranks.
 
     Experts have groups of their own. A mesh is None where the groups are not those of
-    `parallel_state`, or span no regular grid; tensors are then listed.
+    `parallel_state`, or span no regular grid; tensors are then listed. `is_last_stage` says that the
+    output layer is here.
     """
 
     def __init__(self) -> None:
@@ -46,11 +47,13 @@ class StageLayout:
         self.rank = dist.get_rank()
         self.dense = self.experts = None
         self.degrees: dict[str, int] = {}
+        self.is_last_stage = True
         if ps.model_parallel_is_initialized():
             dense = ps.get_data_parallel_group(with_context_parallel=True)
             self.dense = self._mesh(dense, ps.get_tensor_model_parallel_group())
             experts = ps.get_expert_data_parallel_group()
             self.experts = self._mesh(experts, ps.get_expert_tensor_parallel_group())
+            self.is_last_stage = ps.is_pipeline_last_stage()
             self.degrees = {
                 "tp": ps.get_tensor_model_parallel_world_size(),
                 "pp": ps.get_pipeline_model_parallel_world_size(),
