@@ -239,7 +239,7 @@ class LivePart:
         return states != {"momentum_buffer"}
 
     def step(self) -> float | int | None:
-        """The step of all parameters of this rank; None before the first one, and if it has none.
+        """The step of all parameters of this rank; None without states, and if it has none.
 
         Raises:
             UnsupportedError: parameters have different steps, which Megatron cannot restore.
@@ -252,7 +252,8 @@ class LivePart:
                 f"the parameters of an optimizer have the steps {sorted(steps)[:5]}",
                 hint="Megatron-Core keeps one step for all of them",
             )
-        return next(iter(steps), None)
+        made = self.counts_steps and any(inner.state.values())
+        return next(iter(steps), 0 if made else None)  # fused ones count from their first step on
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups as the source has them: hyper-parameters, and the names of the parameters."""
