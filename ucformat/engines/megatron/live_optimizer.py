@@ -305,7 +305,7 @@ class LivePart:
         for states in of_parameters:
             states["step"] = torch.full_like(states["step"], step)
         for group in inner.param_groups:
-            if "step" in group or not of_parameters:
+            if "step" in group or (step and not of_parameters):
                 before = group.get("step", 0)
                 is_tensor = torch.is_tensor(before)
                 group["step"] = torch.full_like(before, step) if is_tensor else type(before)(step)
