@@ -109,6 +109,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
                 made = torch.zeros if entry.allow_shape_mismatch else torch.empty
                 entry.init_data("cuda" if torch.cuda.is_available() else "cpu", made)
         state = _with_optimizer(sharded_state_dict, self._optimizer)
+        _refuse_parts(state)
         try:
             loaded_state = load(
                 state,
@@ -197,6 +198,21 @@ def _has_single_keys(state: Mapping[str, Any]) -> bool:
     halves_share = any(".linear_fc1." in key and count > 1 for key, count in keys.items())
     experts_share = any(".experts.experts.linear" in key for key in keys)
     return any(map(LAYER.fullmatch, keys)) and not halves_share and not experts_share
+
+
+def _refuse_parts(state: Mapping[str, Any]) -> None:
+    """UnsupportedError if a state is what Megatron gives one of the ranks that share a load."""
+    entries = () if _OPTIMIZER in state else nested_values(state)
+    keys = (str(getattr(entry, "key", "")) for entry in entries)
+    if any(".distributed.dp_group_idx_" in key for key in keys):
+        raise UnsupportedError(
+            "FullyParallelLoadStrategyWrapper takes the distributed optimizer's state apart, in "
+            "which no parameter has a name then",
+            hint=(
+                "load with the strategy itself, without --ckpt-fully-parallel-load: ranks share "
+                "the reading in any case"
+            ),
+        )
 
 
 def _with_optimizer(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:

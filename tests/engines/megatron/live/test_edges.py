@@ -50,6 +50,7 @@ def test_strictness_of_megatrons_own_functions(tmp_path: Path) -> None:
     assert found["all"] == [[], []]
     assert (found["raise_all"], found["assume_ok_unexpected"]) == (True, True)
     assert found["direct"] == [1, 1]
+    assert "FullyParallelLoadStrategyWrapper" in found["part"][1]
     missing, unexpected = found["without"]
     assert unexpected == ["more"]
     assert missing == sorted(k for k in found["own"] if k.startswith("optimizer"))
