@@ -27,7 +27,7 @@ from xml.sax.saxutils import escape
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["BUCKET", "Counts", "Served", "serving_files"]
+__all__ = ["BUCKET", "Counts", "Served", "ServedByProcess", "serving_files"]
 
 BUCKET = "files"
 
@@ -47,10 +47,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Served:
-    """A folder at an endpoint, that of a process."""
+    """A folder at an endpoint."""
 
     endpoint: str
-    process: subprocess.Popen[str]
 
     def url(self, path: str) -> str:
         """The url of a file or folder in it."""
@@ -62,15 +61,22 @@ class Served:
             return Counts(**json.load(answer))
 
 
+@dataclass(frozen=True)
+class ServedByProcess(Served):
+    """A folder at the endpoint of a process that a test may kill."""
+
+    process: subprocess.Popen[str]
+
+
 @contextmanager
-def serving_files(folder: Path, latency: float = 0) -> Iterator[Served]:
+def serving_files(folder: Path, latency: float = 0) -> Iterator[ServedByProcess]:
     """Serve a folder; each answer begins `latency` seconds after its request."""
     command = [sys.executable, "-m", "tests.s3_files", str(folder), str(latency)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
-            yield Served(f"http://127.0.0.1:{int(process.stdout.readline())}", process)
+            yield ServedByProcess(f"http://127.0.0.1:{int(process.stdout.readline())}", process)
         finally:
             process.terminate()
 

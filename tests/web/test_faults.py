@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.s3_files import Served
+    from tests.s3_files import ServedByProcess
     from tests.web.serving import Client
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def bucket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedByProcess]:
     """An endpoint of S3, a process, that has it."""
     set_environment(monkeypatch)
     with serving_files(folder.parent) as served:
@@ -114,7 +114,7 @@ def broken_off(ask: Client, path: str, break_it: Callable[[], object], **headers
 @pytest.mark.parametrize("fault", ["killed", "deleted", "replaced"])
 @pytest.mark.parametrize("path", PATHS)
 def test_storage_that_fails_in_mid_stream(
-    bucket: Served, folder: Path, path: str, fault: str
+    bucket: ServedByProcess, folder: Path, path: str, fault: str
 ) -> None:
     def replace_files() -> None:
         for file in (folder / "data").rglob("*"):
