@@ -25,8 +25,9 @@ from tests.web.test_pages import HOSTILE, LONG, both
 from ucformat.catalog.as_json import retention_data
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.retention import load_policy
+from ucformat.errors import PermissionDenied
 from ucformat.geometry.tensor import Key
-from ucformat.jobs.gc import collect, collected_data
+from ucformat.jobs.gc import collect, collected_data, inspect_attempt
 from ucformat.schema.manifest import WriterDoc
 from ucformat.storage.url import open_store
 
@@ -261,3 +262,66 @@ def test_what_was_interrupted_is_told(saved: Catalog, tmp_path: Path) -> None:
         answer = ask("/ui/jobs.json", **bearer("t"))
         assert answer.status == 422
         assert str(tmp_path).encode() not in answer.body
+
+
+def test_what_cannot_be_looked_at_is_told(
+    saved: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = begun(tmp_path / "run7" / "6")
+    looped = tmp_path / "run7" / "8" / "attempts"
+    looped.parent.mkdir()
+    looped.symlink_to(looped)
+    of_another = tmp_path / "run7" / "9"
+    of_another.mkdir()
+    crowded = tmp_path / "run7" / "10"
+    (crowded / "attempts").mkdir(parents=True)
+    for n in range(101):
+        (crowded / "attempts" / f"{n:020x}.json").write_text("{")
+    stat = os.stat
+
+    def denied(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path) == str(of_another / "attempts"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", denied)
+    with serving(saved) as ask:
+        page, data = both(ask, "/ui/jobs", "/ui/jobs.json")
+    assert [job["attempt"] for job in data["jobs"]] == [seen]
+    unread = {each["place"]: each["reason"] for each in data["unread"]}
+    assert unread.keys() == {str(looped.parent), str(of_another), str(crowded)}
+    assert unread[str(of_another)] == "Permission denied"
+    assert "of its 101 attempts 100" in unread[str(crowded)]
+    assert all(place in page.text for place in unread)
+
+
+def test_a_folder_that_cannot_be_listed_is_told(
+    saved: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ucformat.jobs.begun.os.scandir",
+        lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")),
+    )
+    with serving(saved) as ask:
+        _, data = both(ask, "/ui/jobs", "/ui/jobs.json")
+    assert data["unread"] == [{"place": str(tmp_path / "run7"), "reason": "Input/output error"}]
+
+
+def test_an_attempt_that_cannot_be_read_hides_no_other(
+    saved: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "run7" / "6"
+    other, unread = begun(place), "0" * 20
+    record = (place / "attempts" / f"{other}.json").read_text()
+    (place / "attempts" / f"{unread}.json").write_text(record.replace(other, unread))
+
+    def failing(store: Any, attempt: str, before: Any) -> Any:
+        if attempt == unread:
+            raise PermissionDenied("denied")
+        return inspect_attempt(store, attempt, before)
+
+    monkeypatch.setattr("ucformat.jobs.begun.inspect_attempt", failing)
+    with serving(saved) as ask:
+        _, data = both(ask, "/ui/jobs", "/ui/jobs.json")
+    assert [job["attempt"] for job in data["jobs"]] == [other]
+    assert data["unread"] == [{"place": str(place), "reason": "denied"}]

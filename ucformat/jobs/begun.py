@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
-from dataclasses import dataclass
+import stat
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError
 from ucformat.format.attempts import attempt_of
@@ -17,11 +16,10 @@ from ucformat.format.structure import find_manifest
 from ucformat.jobs.gc import inspect_attempt
 from ucformat.jobs.removal import read_tombstone
 from ucformat.storage.url import open_store
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from ucformat.texts import count
 
 _LATER = datetime.max.replace(tzinfo=UTC)
+_ATTEMPTS = 100  # at a place, whose files are listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,48 +44,88 @@ class Begun:
     is_running: bool | None
 
 
-def begun_below(folder: str, most: int) -> tuple[list[Begun], bool]:
-    """The attempts at a local folder and at those directly in it, and whether it has more folders than were looked at.
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What was found in a folder.
+
+    Attributes:
+        has_more: whether it has more folders than were looked at.
+        unread: why some places could not be looked at, or not whole, by the place.
+    """
+
+    begun: list[Begun]
+    has_more: bool
+    unread: dict[str, str]
+
+
+def begun_below(folder: str, most: int) -> Looked:
+    """The attempts at a local folder and at those directly in it.
 
     Args:
         most: how many of the folders in it are looked at.
     """
     places = [folder]
-    is_all = True
-    with suppress(OSError), os.scandir(folder) as entries:
-        folders = (entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
-        places += islice(folders, most)
-        is_all = next(folders, None) is None
-    begun: list[Begun] = []
+    looked = Looked([], has_more=False, unread={})
+    try:
+        with os.scandir(folder) as entries:
+            folders = (entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+            places += islice(folders, most)
+            looked = replace(looked, has_more=next(folders, None) is not None)
+    except OSError as error:
+        looked.unread[folder] = _why(error)
     for place in places:
-        if (Path(place) / "attempts").is_dir():
-            with suppress(UcformatError):  # removed or damaged at this instant
-                begun += _begun_at(place)
-    return begun, not is_all
+        try:
+            if _has_attempts(place):
+                _add_begun(place, looked)
+        except (OSError, UcformatError) as error:  # also what is removed at this instant
+            looked.unread.setdefault(place, _why(error))
+    return looked
 
 
-def _begun_at(place: str) -> Iterator[Begun]:
+def _why(error: OSError | UcformatError) -> str:
+    return error.message if isinstance(error, UcformatError) else error.strerror or str(error)
+
+
+def _has_attempts(place: str) -> bool:
+    try:
+        return stat.S_ISDIR((Path(place) / "attempts").stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _add_begun(place: str, looked: Looked) -> None:
     store = open_store(place)
     attempts = [a for info in store.list("attempts") if (a := attempt_of(info.key)) is not None]
     if not attempts:
         return
     manifest = find_manifest(store)
     current = manifest or read_tombstone(store)
-    for attempt in attempts:
+    if len(attempts) > _ATTEMPTS:
+        looked.unread[place] = (
+            f"of its {count(len(attempts))} attempts {_ATTEMPTS} were looked at; "
+            "`ucp gc` removes those that were interrupted"
+        )
+    for attempt in attempts[:_ATTEMPTS]:
         if current is not None and attempt == current.attempt:
             continue
-        seen = inspect_attempt(store, attempt, _LATER)
+        try:
+            seen = inspect_attempt(store, attempt, _LATER)
+        except UcformatError as error:  # the others are told nevertheless
+            looked.unread[place] = _why(error)
+            continue
         if seen is None or seen.doc.removed is not None:
             continue
-        yield Begun(
-            store.url,
-            attempt,
-            seen.doc.owner,
-            seen.doc.started,
-            None if seen.written is None else datetime.fromtimestamp(seen.written, UTC),
-            seen.nbytes,
-            manifest is not None,
-            _is_running(seen.doc.owner),
+        looked.begun.append(
+            Begun(
+                store.url,
+                attempt,
+                seen.doc.owner,
+                seen.doc.started,
+                None if seen.written is None else datetime.fromtimestamp(seen.written, UTC),
+                seen.nbytes,
+                manifest is not None,
+                _is_running(seen.doc.owner),
+            )
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.as_json import data_of
@@ -15,6 +16,7 @@ _CHECKPOINTS = 500  # the newest, beside which it is looked
 _FOLDERS = 20
 _INSIDE = 1000  # folders in each
 _JOBS = 100
+_UNREAD = 100  # places that are listed
 
 
 def jobs_data(library: Library, access: Access) -> dict[str, Any]:
@@ -30,15 +32,21 @@ def jobs_data(library: Library, access: Access) -> dict[str, Any]:
     local = [folder for folder in parents if folder and "://" not in folder]
     jobs: list[dict[str, Any]] = []
     partly: list[str] = []
+    unread: dict[str, str] = {}
     for folder in local[:_FOLDERS]:
-        begun, has_more = begun_below(folder, _INSIDE)
-        jobs += [data_of(each) for each in begun]
-        partly += [folder] if has_more else []
+        looked = begun_below(folder, _INSIDE)
+        jobs += [data_of(each) for each in looked.begun]
+        partly += [folder] if looked.has_more else []
+        unread |= looked.unread
     jobs.sort(key=lambda job: job["written"] or job["started"], reverse=True)
     return {
         "jobs": jobs[:_JOBS],
         "others": max(0, len(jobs) - _JOBS),
         "folders": local[:_FOLDERS],
         "partly": partly,
+        "unread": [
+            {"place": place, "reason": reason} for place, reason in islice(unread.items(), _UNREAD)
+        ],
+        "other_unread": max(0, len(unread) - _UNREAD),
         "passed_over": [*(f for f in parents if f and "://" in f), *local[_FOLDERS:]][:_FOLDERS],
     }
