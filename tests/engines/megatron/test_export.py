@@ -17,6 +17,7 @@ from tests.exporters.suite import TrainedSuite
 from tests.fakes import FakeSource, random_array
 from tests.sources.suite import DATA
 from ucformat.checkpoint import Checkpoint
+from ucformat.engines.megatron.export_plan import listed_keys
 from ucformat.errors import UnsupportedError
 from ucformat.exporters.pickle import ALLOWED, Global
 from ucformat.exporters.registry import EXPORTERS
@@ -207,6 +208,51 @@ def test_layers_that_differ_have_numbers_in_their_keys(tmp_path: Path) -> None:
         "decoder.layers.0.mlp.linear_fc1.weight": (6, 4),
         "decoder.layers.1.mlp.experts.experts.linear_fc1.weight": (3, 6, 4),
     }
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_keys_that_are_listed(tmp_path: Path, *, single: bool) -> None:
+    """Of a bare block, of layers in a module that is called layers, and of multi-token prediction; fc2 is frozen."""
+    shapes = {
+        "layers.0.mlp.linear_fc1.weight": (8, 3),
+        "layers.1.mlp.linear_fc1.weight": (8, 3),
+        "layers.0.mlp.linear_fc2.weight": (3, 4),
+        "layers.1.mlp.linear_fc2.weight": (3, 4),
+        "vision.layers.tower.layers.0.w": (2,),
+        "mtp.layers.0.eh_proj.weight": (2, 2),
+    }
+    arrays = {(n, "weight"): random_array(shape, "float32", 1) for n, shape in shapes.items()}
+    for number in range(2):
+        name = f"layers.{number}.mlp.linear_fc1.weight"
+        arrays |= {(name, s): arrays[name, "weight"] for s in ("exp_avg", "master")}
+    engine = {"name": "megatron-core"}
+    objects = {"content_metadata": {"singleton_local_shards": single}}
+    store = LocalStore(tmp_path)
+    ck = Checkpoint(FakeSource.write(store, arrays, engine=engine, objects=objects))
+    keys = {name: entry.shape for name, entry in listed_keys(ck)[0].items()}
+    of_weights = {key: shape for key, shape in keys.items() if not key.startswith("optimizer.")}
+    moments = {k for k in keys if k.startswith("optimizer.state.exp_avg.")}
+    if single:
+        assert of_weights == {
+            "layers.0.mlp.linear_fc1.weight_w": (4, 3),
+            "layers.0.mlp.linear_fc1.weight_v": (4, 3),
+            "layers.1.mlp.linear_fc1.weight_w": (4, 3),
+            "layers.1.mlp.linear_fc1.weight_v": (4, 3),
+            "layers.0.mlp.linear_fc2.weight": (3, 4),
+            "layers.1.mlp.linear_fc2.weight": (3, 4),
+            "vision.layers.tower.layers.0.w": (2,),
+            "mtp.layers.0.eh_proj.weight": (2, 2),
+        }
+        ends = [f"{i}.mlp.linear_fc1.weight_{half}" for i in range(2) for half in "vw"]
+        assert sorted(moments) == [f"optimizer.state.exp_avg.layers.{end}" for end in ends]
+    else:
+        assert of_weights == {
+            "layers.mlp.linear_fc1.weight": (2, 8, 3),
+            "layers.mlp.linear_fc2.weight": (2, 3, 4),
+            "vision.layers.tower.layers.w": (1, 2),
+            "mtp.layers.0.eh_proj.weight": (2, 2),
+        }
+        assert moments == {"optimizer.state.exp_avg.layers.mlp.linear_fc1.weight"}
 
 
 @pytest.mark.parametrize(

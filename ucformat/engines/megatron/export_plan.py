@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ucformat.engines.megatron.export_options import MegatronExportOptions
 from ucformat.engines.megatron.folder import COMMON, CONFIG
-from ucformat.engines.megatron.names import LAYER, LOCAL, is_expert, is_parameter
+from ucformat.engines.megatron.names import (
+    LAYER,
+    LOCAL,
+    StateKey,
+    is_expert,
+    is_parameter,
+    split_state_key,
+)
 from ucformat.errors import UnsupportedError, first_names
 from ucformat.exporters.base import Span, Target, TargetFile, left_out
 from ucformat.exporters.distcp import ItemFiles, TensorEntry, ValueEntry, save_id_of
@@ -91,9 +98,10 @@ def listed_keys(source: Checkpoint) -> tuple[dict[str, TensorEntry], list[str]]:
         keys = {name: _single(key) for name, key in keys.items()}
     distributed = has_distributed_optimizer(source)
     plan = _ExportedTensors(source, infos, keys, distributed=distributed)
-    tensors = [*plan.weights(), *plan.states(_prefixes(source, plan, options))]
+    weights = list(plan.weights())
+    tensors = [*weights, *plan.states(_prefixes(source, plan, options))]
     if single:
-        shapes = {entry.name: entry.shape for entry in tensors}
+        shapes = {entry.name: entry.shape for entry in weights}
         tensors = [part for entry in tensors for part in _halves(entry, shapes)]
     objects = objects_of(source)[0]
     objects |= {name: None for name in source.objects if _SHARD.fullmatch(name)}
@@ -247,6 +255,7 @@ Parts = tuple["TensorInfo", ...]  # a tensor, and the rows that pad it
 
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d{1,6})\.(.+)", re.DOTALL)
 _GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})", re.DOTALL)
+_PREDICTED = "mtp.layers"  # those of multi-token prediction, which Megatron never stacks
 _FIRST_LINEAR = re.compile(r"\.linear_fc1\.(weight|bias)\Z")
 _LEGACY = re.compile(r".*\.experts\.weight[12]", re.DOTALL)  # of all experts, transposed
 _SHARD = re.compile(
@@ -258,10 +267,14 @@ _MAX_LISTED = 10
 
 
 class StackedKey(NamedTuple):
-    """A key, and the indices of a parameter along the leading dims of its tensor."""
+    """A key, and the indices of a parameter along the leading dims of its tensor.
+
+    `layers` is what begins the keys of its stack of layers, of which the first index is the number.
+    """
 
     key: str
     indices: tuple[int, ...]
+    layers: str | None = None
 
 
 def keys_of(
@@ -287,9 +300,7 @@ def keys_of(
         local = any(".input_layernorm." in n for n in names)
     keys = {name: _stacked_key(name, local=local) for name in names}
     uneven = _uneven(keys)
-    return {
-        n: _numbered(k) if k.key.partition(".layers.")[0] in uneven else k for n, k in keys.items()
-    }
+    return {n: _numbered(k) if k.layers in uneven else k for n, k in keys.items()}
 
 
 def _stacked_key(name: str, *, local: bool) -> StackedKey:
@@ -303,42 +314,52 @@ def _stacked_key(name: str, *, local: bool) -> StackedKey:
         for fused, unfused in LOCAL if local else ():
             if below.startswith(unfused):
                 below = fused + below.removeprefix(unfused)
-        name, index = f"{match[1]}.{below}", (int(match[2]), *index)
+        return StackedKey(f"{match[1]}.{below}", (int(match[2]), *index), match[1])
     return StackedKey(name, index)
 
 
 def _uneven(keys: Mapping[str, StackedKey]) -> set[str]:
-    """The stacks whose layers differ in their parameters."""
-    layers: dict[str, dict[int, set[tuple[str, tuple[int, ...]]]]] = {}
-    for key, index in keys.values():
-        before, dot, after = key.partition(".layers.")
-        if dot and index:
-            layers.setdefault(before, {}).setdefault(index[0], set()).add((after, index[1:]))
-    return {b for b, each in layers.items() if len(set(map(frozenset, each.values()))) > 1}
+    """The stacks whose keys have the numbers: those whose layers differ, and of multi-token prediction."""
+    stacks: dict[str, dict[int, set[tuple[str, tuple[int, ...]]]]] = {}
+    for stacked in keys.values():
+        if stacked.layers is not None:
+            number, *index = stacked.indices
+            layer = stacks.setdefault(stacked.layers, {}).setdefault(number, set())
+            layer.add((stacked.key, tuple(index)))
+    return {
+        name
+        for name, layers in stacks.items()
+        if name == _PREDICTED or len(set(map(frozenset, layers.values()))) > 1
+    }
 
 
-def _numbered(key: StackedKey) -> StackedKey:
-    before, _, after = key.key.partition(".layers.")
-    return (
-        StackedKey(f"{before}.layers.{key.indices[0]}.{after}", key.indices[1:])
-        if key.indices
-        else key
-    )
+def _numbered(stacked: StackedKey) -> StackedKey:
+    """The key with the number of the layer in it, if it is of one."""
+    key, indices, layers = stacked
+    if layers is None:
+        return stacked
+    return StackedKey(f"{layers}.{indices[0]}{key.removeprefix(layers)}", indices[1:])
 
 
 def _single(stacked: StackedKey) -> StackedKey:
     """The key with the numbers of the layer and the expert in it."""
-    numbered = _numbered(stacked) if ".layers." in stacked.key else stacked
+    numbered = _numbered(stacked)
     key = numbered.key
     for expert in numbered.indices:
         key = key.replace(".experts.experts.", f".experts.experts.{expert}.", 1)
     return StackedKey(key, ())
 
 
-def _halves(entry: TensorEntry, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TensorEntry]:
-    """Both halves of a gated projection, which has twice the rows that the next one has columns; else the entry."""
-    following = _FIRST_LINEAR.sub(".linear_fc2.weight", entry.name)
-    if following == entry.name or entry.shape[0] != 2 * shapes[following][-1]:
+def _halves(entry: TensorEntry, weights: Mapping[str, tuple[int, ...]]) -> Iterator[TensorEntry]:
+    """Both halves of a gated projection, which has twice the rows that the next one has columns; else the entry.
+
+    Args:
+        weights: the shapes of the parameters, by their keys.
+    """
+    state_key = split_state_key(entry.name)
+    key = state_key.key if isinstance(state_key, StateKey) else entry.name
+    following = weights.get(_FIRST_LINEAR.sub(".linear_fc2.weight", key))
+    if not _FIRST_LINEAR.search(key) or following is None or entry.shape[0] != 2 * following[-1]:
         yield entry
         return
     half = (entry.shape[0] // 2, *entry.shape[1:])
@@ -356,7 +377,7 @@ def extra_states(
         local = any(".input_layernorm." in n for n in keys)
     empty = None if local else constant("uint8", (0,), b"")
     modules: dict[str, list[tuple[int, ...]]] = {}
-    for key, index in keys.values():
+    for key, index, _ in keys.values():
         if match := _LINEAR.fullmatch(key):
             modules.setdefault(match[1], []).append(index)
             if not local and match[1].endswith(_ATTENTION):

@@ -53,7 +53,7 @@ class StageLayout:
             self.dense = self._mesh(dense, ps.get_tensor_model_parallel_group())
             experts = ps.get_expert_data_parallel_group()
             self.experts = self._mesh(experts, ps.get_expert_tensor_parallel_group())
-            self.is_last_stage = ps.is_pipeline_last_stage()
+            self.is_last_stage = ps.is_pipeline_last_stage(ignore_virtual=True)
             self.degrees = {
                 "tp": ps.get_tensor_model_parallel_world_size(),
                 "pp": ps.get_pipeline_model_parallel_world_size(),

@@ -64,7 +64,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
         state = _with_optimizer(sharded_state_dict, self._optimizer)
         is_live = state.get(_OPTIMIZER) is self._optimizer is not None
         values = {k: v for k, v in common.items() if k != _OPTIMIZER or not is_live}
-        if CONTENTS not in values and _has_single_keys(sharded_state_dict):
+        if _has_single_keys(sharded_state_dict) and CONTENTS not in values:
             values[CONTENTS] = {SINGLE: True}
         save(
             merge(values, state) if _OPTIMIZER in values else {**values, **state},
@@ -107,7 +107,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
         for entry in nested_values(sharded_state_dict):
             if isinstance(entry, ShardedTensor) and entry.data is None:  # of a list of metadata
                 made = torch.zeros if entry.allow_shape_mismatch else torch.empty
-                entry.init_data("cuda" if torch.cuda.is_available() else "cpu", made)
+                entry.init_data(_device(), made)
         state = _with_optimizer(sharded_state_dict, self._optimizer)
         _refuse_parts(state)
         try:
@@ -192,12 +192,27 @@ def _imported(name: str) -> object:
     return getattr(sys.modules.get(module), attribute, None)
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def _has_single_keys(state: Mapping[str, Any]) -> bool:
-    """Whether layers, experts and halves of gated projections have keys of their own, as far as this rank sees."""
-    keys = Counter(e.key for e in nested_values(state) if isinstance(e, ShardedTensor))
-    halves_share = any(".linear_fc1." in key and count > 1 for key, count in keys.items())
-    experts_share = any(".experts.experts.linear" in key for key in keys)
-    return any(map(LAYER.fullmatch, keys)) and not halves_share and not experts_share
+    """Whether layers, experts and halves of gated projections have keys of their own, on all ranks together."""
+    keys = Counter(
+        e.key
+        for e in nested_values(state)
+        if isinstance(e, ShardedTensor) and not e.key.startswith("mtp.")  # always numbered
+    )
+    numbered = {key: LAYER.fullmatch(key) is not None for key in keys}
+    single = any(numbered.values())
+    shared = (
+        any("layers." in key and not is_numbered for key, is_numbered in numbered.items())
+        or any(".experts.experts.linear" in key for key in keys)
+        or any(".linear_fc1." in key and count > 1 for key, count in keys.items())
+    )
+    on_ranks = torch.tensor([single, shared], dtype=torch.int64, device=_device())
+    dist.all_reduce(on_ranks)
+    return bool(on_ranks[0]) and not on_ranks[1]
 
 
 def _refuse_parts(state: Mapping[str, Any]) -> None:
