@@ -17,7 +17,14 @@ from tests.geometry.strategies import _shard, shapes
 from ucformat.errors import LayoutError
 from ucformat.geometry.box import row_major
 from ucformat.geometry.flat_buffer import flat_boxes
-from ucformat.geometry.local import ShardAt, keep_rows, local_dims, regions_of, strided_regions
+from ucformat.geometry.local import (
+    ShardAt,
+    keep_rows,
+    local_dims,
+    pieces_of,
+    regions_of,
+    strided_regions,
+)
 from ucformat.geometry.placement import Shard
 from ucformat.geometry.tensor import Extent, Key, TensorInfo
 from ucformat.geometry.view import BoxPair, View
@@ -151,3 +158,11 @@ def test_a_piece_in_a_million_parts_is_refused() -> None:
     at = (0, (4, 1))
     with pytest.raises(LayoutError, match="65,536"):
         list(strided_regions((1 << 21, 2), shape, shape, at, (0, (2, 1))))
+
+
+@pytest.mark.parametrize("split", [pieces_of, regions_of])
+def test_runs_in_two_dims_that_make_a_million_parts_are_refused(split: Any) -> None:
+    parts = Shard(0, "tp", parts=(4,) * 1024), Shard(1, "tp", parts=(4,) * 1024)
+    dims = local_dims((4096, 4096), tuple(ShardAt(shard, 2, 0) for shard in parts))
+    with pytest.raises(LayoutError, match="65,536"):
+        split(dims)

@@ -23,9 +23,12 @@ from ucformat.geometry.tensor import Piece
 from ucformat.geometry.view import BoxPair
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.geometry.placement import Shard
+
+
+_MAX_BOXES = 1 << 16  # boxes that one piece may be split into
 
 
 class IndexRun(NamedTuple):
@@ -194,7 +197,7 @@ def pieces_of(
         clipped = [
             d.take(((a, a + n),)).runs for d, a, n in zip(dims, box.start, box.shape, strict=True)
         ]
-        for runs in product(*clipped):
+        for runs in _products(shape, clipped):
             at = sum((b + r.at) * s for b, r, s in zip(box.start, runs, strides, strict=True))
             piece = Piece(
                 Box(tuple(r.indices.start for r in runs), tuple(len(r.indices) for r in runs)),
@@ -206,14 +209,24 @@ def pieces_of(
     return tuple(pieces), tuple(padding)
 
 
-_MAX_BOXES = 1 << 16  # boxes that one strided piece may be split into
+def _products(
+    shape: tuple[int, ...], runs: Sequence[tuple[IndexRun, ...]]
+) -> Iterator[tuple[IndexRun, ...]]:
+    """The boxes of a local tensor: one for each choice of a run in every dim."""
+    if math.prod(map(len, runs)) > _MAX_BOXES:  # a few runs in each of some dims make very many
+        raise _too_many(shape)
+    return product(*runs)
+
+
+def _too_many(shape: tuple[int, ...]) -> LayoutError:
+    return LayoutError(f"a piece of the shape {shape} splits into more than {_MAX_BOXES:,} boxes")
 
 
 def regions_of(dims: tuple[Dim, ...]) -> tuple[tuple[BoxPair, ...], tuple[BoxPair, ...]]:
     """The parts of the global tensor that a local tensor holds, and those of the padding tensor."""
     regions: list[BoxPair] = []
     padding: list[BoxPair] = []
-    for runs in product(*(d.runs for d in dims)):
+    for runs in _products(tuple(d.size for d in dims), [d.runs for d in dims]):
         shape = tuple(len(r.indices) for r in runs)
         region = BoxPair.aligned(
             Box(tuple(r.indices.start for r in runs), shape), Box(tuple(r.at for r in runs), shape)
@@ -263,7 +276,7 @@ def strided_regions(
         n > 1 and (a != 1 or b != 1) for n, a, b in zip(size, whole.steps, inner.steps, strict=True)
     ]
     if math.prod(n for n, c in zip(size, cut, strict=True) if c) > _MAX_BOXES:
-        raise LayoutError(f"a piece of the shape {size} splits into more than {_MAX_BOXES:,} boxes")
+        raise _too_many(size)
     if 0 in size:
         return
     part = tuple(1 if c else n for n, c in zip(size, cut, strict=True))
