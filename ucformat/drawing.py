@@ -7,7 +7,7 @@ escaped.
 from __future__ import annotations
 
 import html
-from itertools import islice, product
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -103,6 +103,7 @@ def draw_boxes(
     held: Mapping[Box, Sequence[int]],
     *,
     others: int = 0,
+    undrawn: int = 0,
     width: float = _WIDTH,
     captioned: bool = True,
 ) -> Drawing:
@@ -115,6 +116,7 @@ def draw_boxes(
         label: what the tensor is.
         held: the ranks that hold each box, of which the first gives it its colour.
         others: how many chunks there are besides; then none is drawn.
+        undrawn: how many boxes ranks hold besides.
         width: of a tensor that is not much higher than wide, in pixels.
         captioned: whether the label is also below the boxes (default: yes).
 
@@ -143,6 +145,8 @@ def draw_boxes(
     if held:
         ranks = {rank for some in held.values() for rank in some}
         description += f", {'boxes' if len(held) > 1 else 'box'} of {plural(len(ranks), 'rank')}"
+    if undrawn:
+        description += f"; not drawn: {plural(undrawn, 'more part')} that ranks hold"
     drawn = 0
     for box, some in held.items():
         text = _ranks(some)
@@ -187,9 +191,11 @@ def _rectangles(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int, int,
     outer = max(0, inner - 1)
     unit = prod(shape[inner:-1])
     rows = (size[outer] if size else 1) * unit
-    for index in product(
-        *(range(a, a + n) for a, n in zip(start[:outer], size[:outer], strict=True))
-    ):
+    for number in range(prod(size[:outer])):  # `product` would store the indices of every dim first
+        index, rest = [0] * outer, number
+        for d in reversed(range(outer)):
+            rest, at = divmod(rest, size[d])
+            index[d] = start[d] + at
         row = 0
         for at, extent in zip((*index, *start[outer:inner]), shape[:inner], strict=True):
             row = row * extent + at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
@@ -215,6 +216,19 @@ def test_too_much_is_not_drawn(tmp_path: Path) -> None:
     many = draw_boxes("w", (5000, 2), parts, {})
     assert "5,000 parts, which are too many to be drawn" in label(many)
     assert rectangles(many, of_ranks=False) == []
+
+
+def test_a_tensor_of_very_many_rows_takes_no_memory_to_draw() -> None:
+    from ucformat.drawing import draw_boxes
+
+    shape = (10**7, 2, 1)
+    tracemalloc.start()
+    try:
+        draw_boxes("w", shape, [Box((0, 0, 0), (10**7, 1, 1))], {})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
 
 
 def test_ipython_completes_names_and_states(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ucformat.drawing import colour_of
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.settings import using
-from ucformat.web import measuring
+from ucformat.web import measuring, one_tensor, planning
 from ucformat.web.sampling import read_sample, sampled_boxes
 
 if TYPE_CHECKING:
@@ -385,6 +385,27 @@ def test_a_plan_that_is_none_says_why(stored: Catalog, layout: str, rank: str) -
         )
         assert json.loads(ask("/ui/plan.json/run7@2").body)["plan"] is None
         assert ask("/ui/plan/run7@3").status == 404
+
+
+def test_boxes_beyond_those_that_are_drawn_are_told(
+    stored: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (one_tensor, planning):
+        monkeypatch.setattr(module, "DRAWN", 1)
+    entry = stored.get("run7@2")
+    parts = [{"shard": 0, "over": "tp", "parts": [2, 2, 2, 2]}]
+    rules = [{"match": "model.*", "place": parts}, {"match": "*", "place": ["replicate"]}]
+    layout = {"version": 1, "mesh": {"tp": 2}, "rules": rules}
+    name = "model.layers.1.w"
+    query = urlencode(
+        {"layout": json.dumps(layout), "tensor": name, "of": "weight", "state": "weight"}
+    )
+    with serving(stored) as ask:
+        for kind, path, undrawn in (("plan", entry.id, 3), ("tensor", f"{entry.id}/{name}", 7)):
+            page, data = both(ask, f"/ui/{kind}/{path}?{query}", f"/ui/{kind}.json/{path}?{query}")
+            picture = (data["drawn"] if kind == "plan" else data)["picture"]
+            assert (len(picture["pieces"]), picture["undrawn"]) == (1, undrawn)
+            assert f"not drawn: {undrawn} more parts" in page.text
 
 
 def test_tensors_of_hostile_names_have_pages(stored: Catalog) -> None:

@@ -186,7 +186,9 @@ def boxes(name: str, shape: Sequence[int], picture: Mapping[str, Any]) -> Markup
     others = picture["stored"] - len(chunks)
     label = shorten(clean(name), 60)
     try:
-        drawn = draw_boxes(label, shape, chunks, ranks, others=others, captioned=False)
+        drawn = draw_boxes(
+            label, shape, chunks, ranks, others=others, undrawn=picture["undrawn"], captioned=False
+        )
     except UsageError as error:
         return Markup('<p class="faint">Not drawn: {}.</p>').format(error.message)
     return Markup(str(drawn))  # noqa: S704 - it escapes what it shows

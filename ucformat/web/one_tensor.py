@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ucformat.web.library import Access, Library
 
 _RANKS = 1024
+_BOXES = 1 << 16  # that all ranks may hold
 
 
 def tensor_data(
@@ -62,13 +63,14 @@ def tensor_data(
     if asked.get("along") and opened.entry is not None and opened.entry.run is not None:
         data["along"] = norms_along_run(library, access, opened.entry, info.key)
     by_box: dict[Box, list[int]] = {}
+    undrawn = 0
     if layout:
         try:
-            data["ranks"], by_box = _ranks(ck, info, layout)
+            data["ranks"], by_box, undrawn = _ranks(ck, info, layout)
         except UcformatError as error:
             data["error"] = library.shown_error(error, access)
     if info.size:
-        data["picture"] = picture(stored, others, by_box)
+        data["picture"] = picture(stored, others, by_box, undrawn)
     return data
 
 
@@ -78,8 +80,8 @@ def _has_weight(states: Iterable[str]) -> bool:
 
 def _ranks(
     ck: Checkpoint, info: TensorInfo, text: str
-) -> tuple[list[dict[str, Any]], dict[Box, list[int]]]:
-    """What each rank of a layout holds, and the boxes to draw, each with its ranks."""
+) -> tuple[list[dict[str, Any]], dict[Box, list[int]], int]:
+    """What each rank of a layout holds, the boxes to draw, each with its ranks, and how many others there are."""
     layout = asked_layout(text, _RANKS)
     if layout.view:
         raise UsageError("a layout with a view cannot be drawn over this tensor")
@@ -87,8 +89,13 @@ def _ranks(
     bound = layout.bind(TensorList((info,)) if is_short(text) else ck.metadata.tensor_list)
     ranks: list[dict[str, Any]] = []
     drawn: dict[Box, list[int]] = {}
+    others: set[Box] = set()
+    number = 0
     for rank in range(bound.ranks):
         boxes = [piece.box for piece in bound.pieces(info.key, rank)]
+        number += len(boxes)
+        if number > _BOXES:
+            raise UsageError(f"the ranks hold more than {_BOXES:,} boxes of this tensor")
         elements = sum(box.size for box in boxes)
         ranks.append(
             {
@@ -102,4 +109,6 @@ def _ranks(
         for box in boxes:
             if box in drawn or len(drawn) < DRAWN:
                 drawn.setdefault(box, []).append(rank)
-    return ranks, drawn
+            else:
+                others.add(box)
+    return ranks, drawn, len(others)

@@ -71,13 +71,18 @@ def stored_boxes(ck: Checkpoint, info: TensorInfo) -> tuple[list[Box], int, list
 
 
 def picture(
-    stored: Sequence[Box], others: int, ranks: Mapping[Box, Sequence[int]]
+    stored: Sequence[Box], others: int, ranks: Mapping[Box, Sequence[int]], undrawn: int = 0
 ) -> dict[str, Any]:
-    """What a page draws of a tensor; of a grid that is too fine, only how many boxes it has."""
+    """What a page draws of a tensor; of a grid that is too fine, only how many boxes it has.
+
+    Args:
+        undrawn: how many boxes ranks hold besides.
+    """
     return {
         "stored": len(stored) + others,
         "chunks": [] if others else [_box(box) for box in stored],
         "pieces": [{"ranks": list(some), **_box(box)} for box, some in ranks.items()],
+        "undrawn": undrawn,
     }
 
 

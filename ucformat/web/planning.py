@@ -131,5 +131,10 @@ def _drawn(ck: Checkpoint, rank: int, info: TensorInfo, boxes: list[Box]) -> dic
         "name": info.name,
         "state": info.state,
         "shape": list(info.shape),
-        "picture": picture(stored, others, {box: [rank] for box in boxes[:DRAWN]}),
+        "picture": picture(
+            stored,
+            others,
+            {box: [rank] for box in boxes[:DRAWN]},
+            max(0, len(boxes) - DRAWN),
+        ),
     }
