@@ -19,11 +19,13 @@ from tests.web.markup import Page, parse
 from tests.web.serving import Client, bearer, serving, token
 from ucformat.catalog.catalog import Catalog
 from ucformat.drawing import colour_of
+from ucformat.errors import UcformatError
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import TensorInfo
+from ucformat.jobs.compare import compare_values
 from ucformat.settings import using
 from ucformat.web import measuring, one_tensor, planning
-from ucformat.web.sampling import read_sample, sampled_boxes
+from ucformat.web.sampling import Budget, read_sample, sampled_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -558,10 +560,35 @@ def test_no_page_reads_more_than_its_limit(
     boxes = list(sampled_boxes(ck["w"].info, 64 << 10, 4))
     one = ck["w"].plan(boxes[0]).bytes_read
     assert one > 64 << 10  # a chunk that is compressed is read whole
-    drawn = read_sample(ck["w"], boxes, 2 * one + 1)
+    drawn = read_sample(ck["w"], boxes, Budget(2 * one + 1))
     assert (len(drawn.boxes), drawn.values.size) == (2, 2 * boxes[0].size)
     assert drawn.bytes_read <= 2 * one + 1
-    assert read_sample(ck["w"], boxes, 100).values.size == 0
+    assert read_sample(ck["w"], boxes, Budget(100)).values.size == 0
+
+
+def test_what_fails_counts_as_read(values: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def failing(x: Any, y: Any) -> Any:
+        if x.size:
+            raise UcformatError("broken")
+        return compare_values(x, y)
+
+    monkeypatch.setattr(measuring, "MOST_READ", 700)
+    a, b = values.get("run8@0").id, values.get("run8@1").id
+    with serving(values) as ask:
+        monkeypatch.setattr(measuring, "compare_values", failing)
+        query = f"/ui/compare.json?a={a}&b={b}&values=sample"
+        data = json.loads(ask(query).body)["values"]
+        assert (len(data["failed"]), data["unmeasured"]) == (2, 5)
+        assert 0 < data["bytes_read"] <= 700
+
+
+@pytest.mark.parametrize("unit", [1e200, 1.0, 1e-200, 5e-324])
+def test_norms_beyond_the_squares_of_float64(unit: float) -> None:
+    a, b = np.array([2.0, 4.0]) * unit, np.array([4.0, 4.0]) * unit
+    assert measuring._distance(a, b) == pytest.approx(2 / np.sqrt(20))
+    assert measuring._norm(a, 2)["norm"] == pytest.approx(np.sqrt(20) * unit)
+    assert measuring._distance(np.array([1.0, 1.0]), np.array([1.0, np.nextafter(1, 2)])) > 0
 
 
 def test_norms_along_a_run(values: Catalog) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from ucformat.catalog.filter.syntax import quoted
 from ucformat.errors import UcformatError
 from ucformat.jobs.compare import compare_values, pairs_of
-from ucformat.web.sampling import MOST_READ, numbers_of, read_sample, sampled_boxes
+from ucformat.web.sampling import MOST_READ, Budget, numbers_of, read_sample, sampled_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,36 +53,36 @@ def distances(a: Checkpoint, b: Checkpoint, explain: Explain) -> dict[str, Any]:
         "failed": [],
         "tensors": [],
     }
+    budget = Budget(MOST_READ)
     for pair in unequal[:_TENSORS]:
         try:
-            measured = _measured(pair, MOST_READ - data["bytes_read"])
+            measured = _measured(pair, budget)
         except UcformatError as error:
             data["failed"].append(
                 {"name": pair.key.name, "state": pair.key.state, "reason": explain(error)}
             )
             continue
         if measured["elements"] or not pair.a.size:
-            data["bytes_read"] += measured["bytes_read"]
             data["tensors"].append(measured)
         else:  # of which even a part would exceed the limit
             data["unmeasured"] += 1
+    data["bytes_read"] = budget.spent
     data["tensors"].sort(key=lambda t: -math.inf if t["distance"] is None else -t["distance"])
     return data
 
 
-def _measured(pair: TensorPair, most: int) -> dict[str, Any]:
+def _measured(pair: TensorPair, budget: Budget) -> dict[str, Any]:
     """The distance of one tensor, by a sample of the same boxes on both sides."""
     wider = max(pair.a, pair.b, key=lambda info: info.itemsize)
     x, y = (
         ck[info.name, info.state]
         for ck, info in zip(pair.checkpoints, (pair.a, pair.b), strict=True)
     )
-    boxes = []
-    for box in sampled_boxes(wider, _PART, _PARTS):
-        nbytes = x.plan(box).bytes_read + y.plan(box).bytes_read
-        if nbytes <= most:
-            most -= nbytes
-            boxes.append(box)
+    boxes = [
+        box
+        for box in sampled_boxes(wider, _PART, _PARTS)
+        if budget.take(x.plan(box).bytes_read + y.plan(box).bytes_read)
+    ]
     samples = [read_sample(tensor, boxes) for tensor in (x, y)]
     counts = compare_values(samples[0].values, samples[1].values)
     left, right = (numbers_of(s.values, t.info.dtype) for s, t in zip(samples, (x, y), strict=True))
@@ -109,9 +109,24 @@ def _distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     if not (finite | same).all():
         return math.inf
     a, b = a[finite], b[finite]
-    with np.errstate(over="ignore", invalid="ignore"):
-        apart, size = float(np.linalg.norm(b - a)), float(np.linalg.norm(a))
+    scale = _exponent(np.concatenate((a, b)))
+    a, b = np.ldexp(a, -scale), np.ldexp(b, -scale)
+    apart, size = _norm_of(b - a), _norm_of(a)
     return apart / size if size else math.inf if apart else 0.0
+
+
+def _exponent(values: NDArray[np.float64]) -> int:
+    """The power of two by which the largest magnitude exceeds one: scaling by it changes no digit."""
+    return math.frexp(float(np.abs(values).max(initial=0.0)))[1]
+
+
+def _norm_of(values: NDArray[np.float64]) -> float:
+    """The Euclidean norm, although squares of values may be beyond what float64 has."""
+    if not np.isfinite(values).all():
+        return float(np.linalg.norm(values))
+    scale = _exponent(values)
+    with np.errstate(over="ignore"):
+        return float(np.ldexp(np.linalg.norm(np.ldexp(values, -scale)), scale))
 
 
 def norms_along_run(library: Library, access: Access, entry: Entry, key: Key) -> dict[str, Any]:
@@ -128,6 +143,7 @@ def norms_along_run(library: Library, access: Access, entry: Entry, key: Key) ->
         "points": [],
         "failed": [],
     }
+    budget = Budget(MOST_READ)
     by_fingerprint: dict[tuple[Any, ...], dict[str, Any]] = {}
     for at in sorted(chosen):
         each = entries[at]
@@ -139,8 +155,7 @@ def norms_along_run(library: Library, access: Access, entry: Entry, key: Key) ->
             values = by_fingerprint.get(same) if same[0] is not None else None
             if values is None:
                 boxes = sampled_boxes(tensor.info, _POINT)
-                drawn = read_sample(tensor, boxes, MOST_READ - data["bytes_read"])
-                data["bytes_read"] += drawn.bytes_read
+                drawn = read_sample(tensor, boxes, budget)
                 values = _norm(numbers_of(drawn.values, tensor.info.dtype), tensor.size)
                 if same[0] is not None:
                     by_fingerprint[same] = values
@@ -149,6 +164,7 @@ def norms_along_run(library: Library, access: Access, entry: Entry, key: Key) ->
             data["failed"].append(about | {"reason": reason})
         else:
             data["points"].append(about | values)
+    data["bytes_read"] = budget.spent
     return data
 
 
@@ -156,6 +172,5 @@ def _norm(numbers: NDArray[np.float64] | None, size: int) -> dict[str, Any]:
     """The norm of a tensor as its sample tells it; None of dtypes that are no numbers, and without a sample."""
     if numbers is None or not (numbers.size or not size):
         return {"norm": None, "elements": 0, "of": size}
-    with np.errstate(over="ignore", invalid="ignore"):
-        rms = math.sqrt(float(np.mean(numbers**2))) if size else 0.0
-    return {"norm": rms * math.sqrt(size), "elements": int(numbers.size), "of": size}
+    norm = _norm_of(numbers) * math.sqrt(size / numbers.size) if size else 0.0
+    return {"norm": norm, "elements": int(numbers.size), "of": size}

@@ -26,6 +26,19 @@ _BLOCKS = 16  # places from which a sample is taken
 _BINS = 24
 
 
+class Budget:
+    """Bytes that may be read for samples; what a read that fails was to read counts, too."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self.spent = most, 0
+
+    def take(self, nbytes: int) -> bool:
+        """Whether so many bytes may be read; then they are spent."""
+        is_enough = self.spent + nbytes <= self._most
+        self.spent += nbytes if is_enough else 0
+        return is_enough
+
+
 @dataclass(frozen=True)
 class Sample:
     """Some elements of a tensor.
@@ -41,14 +54,15 @@ class Sample:
     bytes_read: int
 
 
-def read_sample(tensor: Tensor, boxes: Iterable[Box], most: int = MOST_READ) -> Sample:
-    """Read boxes of a tensor, without those for which more than `most` bytes would have to be read in all."""
+def read_sample(tensor: Tensor, boxes: Iterable[Box], budget: Budget | None = None) -> Sample:
+    """Read boxes of a tensor, without those for which more bytes would have to be read than may be."""
+    budget = Budget(MOST_READ) if budget is None else budget
     parts: list[NDArray[Any]] = []
     taken: list[Box] = []
     bytes_read = 0
     for box in boxes:
         nbytes = tensor.plan(box).bytes_read
-        if bytes_read + nbytes > most:
+        if not budget.take(nbytes):
             continue
         bytes_read += nbytes
         parts.append(np.asarray(tensor.read_box(box, None)).reshape(-1))
