@@ -78,12 +78,21 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def read_config_text(text: str, what: str, fault: type[UsageError] = UsageError) -> Any:
-    """Read YAML, or JSON, which is YAML, too; a key that is given twice is an error."""
-    return _yaml(f"the {what}", text, fault)
+def read_config_text(
+    text: str, what: str, fault: type[UsageError] = UsageError, most: int = _MAX_VALUES
+) -> Any:
+    """Read YAML or JSON; a key that is given twice is an error.
+
+    Args:
+        most: values that aliases of YAML may expand to.
+    """
+    try:  # YAML takes most JSON, but no tabs
+        return json.loads(text, object_pairs_hook=_pairs)
+    except (ValueError, RecursionError):
+        return _yaml(f"the {what}", text, fault, most)
 
 
-def _yaml(path: Path | str, text: str, fault: type[UsageError]) -> Any:
+def _yaml(path: Path | str, text: str, fault: type[UsageError], most: int = _MAX_VALUES) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -119,7 +128,7 @@ def _yaml(path: Path | str, text: str, fault: type[UsageError]) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _check_aliases(node)
+        _check_aliases(node, most)
         return loader.construct_document(node)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
@@ -132,13 +141,13 @@ def _yaml(path: Path | str, text: str, fault: type[UsageError]) -> Any:
         raise fault(f"{path} holds an invalid value: {e}") from e
 
 
-def _check_aliases(root: yaml.Node) -> None:
+def _check_aliases(root: yaml.Node, most: int) -> None:
     """Raise an error if aliases expand to too many values, or one contains itself."""
-    if _expanded_size(root) > _MAX_VALUES:
+    if _expanded_size(root) > most:
         from yaml.constructor import ConstructorError
 
         raise ConstructorError(
-            None, None, f"its aliases expand to more than {_MAX_VALUES:,} values", root.start_mark
+            None, None, f"its aliases expand to more than {most:,} values", root.start_mark
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.jobs.gc import collect, collected_data, inspect_attempt
 from ucformat.schema.manifest import WriterDoc
 from ucformat.storage.url import open_store
+from ucformat.web import keeping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +79,13 @@ def test_a_preview_is_that_of_the_commands(catalog: Catalog) -> None:
     assert data["retain"] == expected
     assert counts["delete"] == len(expected["delete"]) == 4
     gc = json.loads(json.dumps(collected_data(collect(catalog), applied=False)))
-    assert data["gc"].pop("counts") == {"thin": 0, "purge": 1, "waiting": 1}
+    assert data["gc"].pop("counts") == {
+        "thin": 0,
+        "purge": 1,
+        "waiting": 1,
+        "resumed": 0,
+        "failures": 0,
+    }
     for rows in (gc["waiting"], data["gc"]["waiting"]):
         assert rows[0].pop("until") is not None  # by clocks that went on in between
     assert data["gc"] == gc
@@ -104,6 +112,10 @@ def test_a_preview_is_that_of_the_commands(catalog: Catalog) -> None:
         "{version: 1, keep: {last: 1}, scope: 'step >'}",
         "[" * 4000,
         "/etc/passwd",
+        "{version: 1, keep: {where: ['step > 1'" + ", 'step > 1'" * 100 + "]}}",
+        "{version: 1, keep: [{every: 5}" + ", {every: 5}" * 100 + "]}",
+        "x: [" + ", ".join(["&a [1,1,1,1,1,1,1,1,1,1]"] + ["*a"] * 1000) + "]",
+        '{"version": 1, "keep": {"last": 1}, "keep": {"last": 1}}',
     ],
 )
 def test_a_policy_that_is_none_says_why(catalog: Catalog, policy: str) -> None:
@@ -116,6 +128,33 @@ def test_a_policy_that_is_none_says_why(catalog: Catalog, policy: str) -> None:
         assert error["message"] in page.text
         assert policy in page.text
         assert "root:" not in page.text
+
+
+def test_json_with_tabs_is_a_policy(catalog: Catalog) -> None:
+    query = urlencode({"policy": json.dumps(POLICY, indent="\t")})
+    with serving(catalog) as ask:
+        assert json.loads(ask(f"/ui/retention.json?{query}").body)["retain"] is not None
+
+
+def test_what_is_gone_is_told(saved: Catalog, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "run7" / "4")
+    query = urlencode({"policy": "{version: 1, keep: {last: 2}}"})
+    with serving(saved) as ask:
+        page, data = both(ask, f"/ui/retention?{query}", f"/ui/retention.json?{query}")
+    assert "1 checkpoint no longer exists in storage" in data["gone"]
+    assert data["gone"] in page.text
+
+
+def test_a_long_plan_is_shortened(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "_ROWS", 1)
+    failures = {"failures": ["x", "y"], "resumed": ["a", "b", "c"]}
+    data = keeping._shortened(failures | {"runs": [1, 2]})
+    assert data == {
+        "failures": ["x"],
+        "resumed": ["a"],
+        "runs": [1],
+        "counts": {"runs": 2, "resumed": 3, "failures": 2},
+    }
 
 
 def test_who_sees_a_part_sees_no_preview(catalog: Catalog) -> None:

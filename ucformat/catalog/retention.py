@@ -671,11 +671,15 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def read_policy(text: str) -> Policy:
-    """Read and validate a retention policy that is given as YAML or JSON."""
+def read_policy(text: str, most: int) -> Policy:
+    """Read and validate a retention policy that is given as YAML or JSON.
+
+    Args:
+        most: values that aliases of YAML may expand to.
+    """
     from ucformat.config_files import read_config_text
 
-    document = read_config_text(text, "policy")
+    document = read_config_text(text, "policy", most=most)
     if not isinstance(document, Mapping):
         raise UsageError(
             "a policy is a mapping", hint="such as {version: 1, keep: {last: 5}}; docs/retention.md"

@@ -13,20 +13,23 @@ else, the disk is there.
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ucformat._version import __version__
-from ucformat.errors import NotFound, UcformatError
+from ucformat.errors import NotFound, UcformatError, first_names
 from ucformat.format.attempts import outside_attempts
 from ucformat.schema import MANIFEST, TOMBSTONE
 from ucformat.storage.local import LocalStore
+from ucformat.texts import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.retention import RetentionRow
     from ucformat.storage.base import Info, Store
 
 # seconds in which two changes may get the same time: fine clocks, whole-second clocks
@@ -183,3 +186,17 @@ def is_gone(url: str) -> bool:
         return "://" not in url and not place.exists() and any(place.parent.iterdir())
     except OSError:  # nor is there a folder above, or it cannot be read
         return False
+
+
+def warning_of_gone(kept: Iterable[RetentionRow]) -> str | None:
+    """Tell which checkpoints a program has removed by itself: rules count them, and delete others instead."""
+    gone = [row for row in kept if row.places and all(map(is_gone, row.places))]
+    if not gone:
+        return None
+    named = first_names((row.name for row in gone), 3)
+    place = os.path.commonpath([os.path.dirname(url) for row in gone for url in row.places])  # noqa: PTH120 - of text
+    return (
+        f"of those to keep, {plural(len(gone), 'checkpoint')} no longer "
+        f"exist{'s' * (len(gone) == 1)} in storage, "
+        f"and may displace others: {named}; ucp reindex {place} --forget, and plan again"
+    )

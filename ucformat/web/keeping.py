@@ -6,15 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.as_json import retention_data
 from ucformat.catalog.retention import read_policy
-from ucformat.errors import UcformatError, UnsupportedError
+from ucformat.errors import UcformatError, UnsupportedError, UsageError
 from ucformat.jobs.gc import collect, collected_data
+from ucformat.jobs.listing import warning_of_gone
 
 if TYPE_CHECKING:
     from ucformat.catalog.catalog import Catalog
+    from ucformat.schema.policy import Policy
     from ucformat.web.library import Access, Library
 
+_VALUES = 10_000  # of a policy
+_RULES = 100  # of a policy; each filter is a query
 _ROWS = 200  # that are listed of each kind
-_KINDS = ("delete", "thin", "keep", "untouched", "purge", "waiting")
+_KINDS = (
+    *("delete", "thin", "keep", "untouched", "runs"),
+    *("purge", "waiting", "resumed", "failures"),
+)
 
 
 def preview_data(library: Library, access: Access, policy: str) -> dict[str, Any]:
@@ -37,6 +44,7 @@ def preview_data(library: Library, access: Access, policy: str) -> dict[str, Any
         "error": None,
         "retain": None,
         "contradictions": [],
+        "gone": None,
         "gc": _shortened(collected_data(collect(library.catalog), applied=False)),
     }
     if not policy.strip():
@@ -48,11 +56,25 @@ def preview_data(library: Library, access: Access, policy: str) -> dict[str, Any
 
 
 def _planned(catalog: Catalog, text: str) -> dict[str, Any]:
-    plan = catalog.retain(read_policy(text))
+    policy = read_policy(text, _VALUES)
+    if _rules(policy) > _RULES:
+        raise UsageError(
+            f"this policy has more than {_RULES} rules, which is too many for this page",
+            hint="ucp retain --policy FILE shows what it would do",
+        )
+    plan = catalog.retain(policy)
     return {
         "retain": _shortened(retention_data(plan, applied=False)),
         "contradictions": list(plan.contradictions),
+        "gone": warning_of_gone([kept.row for kept in plan.keep]),
     }
+
+
+def _rules(policy: Policy) -> int:
+    return sum(
+        1 + len(keep.last) + len(keep.best) + len(keep.where) + len(keep.states)
+        for keep in policy.keep
+    )
 
 
 def _shortened(data: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from ucformat.cli.ui.options import (
 )
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import table
-from ucformat.errors import UsageError, first_names
+from ucformat.errors import UsageError
 from ucformat.texts import ago, bytes_text, count, moment, plural
 
 if TYPE_CHECKING:
@@ -169,6 +168,7 @@ def retain(
     docs/retention.md describes policies.
     """
     from ucformat.catalog.retention import load_policy
+    from ucformat.jobs.listing import warning_of_gone
 
     policy = load_policy(file)
     if ignored and not apply:
@@ -185,7 +185,8 @@ def retain(
             out.note(f"the rule keeps nothing: {rule}")
         for text in plan.contradictions:
             out.warn(text)
-        _warn_of_gone([kept.row for kept in plan.keep], out)
+        if gone := warning_of_gone([kept.row for kept in plan.keep]):
+            out.warn(gone)
         work = bool(plan.thin or plan.delete)
         if apply and work:
             if not out.confirm(f"{_and('delete', 'permanently thin', plan)}?", yes=yes):
@@ -209,21 +210,6 @@ def _and(delete: str, thin: str, plan: RetentionPlan) -> str:
     return "; ".join(
         f"{verb} {plural(n, 'checkpoint')}, {bytes_text(nbytes)}" for verb, n, nbytes in parts if n
     )
-
-
-def _warn_of_gone(rows: Sequence[RetentionRow], out: Output) -> None:
-    """Tell which checkpoints a program has removed by itself: rules count them, and delete others instead."""
-    from ucformat.jobs.listing import is_gone
-
-    gone = [row for row in rows if row.places and all(map(is_gone, row.places))]
-    if gone:
-        named = first_names((row.name for row in gone), 3)
-        place = os.path.commonpath([os.path.dirname(url) for row in gone for url in row.places])  # noqa: PTH120 - of text
-        out.warn(
-            f"of those to keep, {plural(len(gone), 'checkpoint')} no longer "
-            f"exist{'s' * (len(gone) == 1)} in storage, "
-            f"and may displace others: {named}; ucp reindex {place} --forget, and plan again"
-        )
 
 
 def _retain_lines(plan: RetentionPlan) -> Iterator[str]:
