@@ -103,7 +103,7 @@ BESIDES = {
     "jobs/on_torchrun.py": {"torch"},
     "storage/profiles.py": {"platformdirs"},
     "trackers/events.py": {"crc32c"},
-    "trackers/mlflow.py": {"mlflow"},
+    "trackers/mlflow.py": {"mlflow", "sqlalchemy"},
 }
 #: Faces: nothing imports them; they may import everything. The last are where users import the
 #: integrations from.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +124,29 @@ def test_a_database(store: tuple[Path, Ids], catalog: ucformat.Catalog) -> None:
     assert metric(catalog, "loss", "twice") == {100: 1.0}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        # as MLflow 2.20 has it, as far as the client looks
+        "drop table assessments; update alembic_version set version_num = 'cbc13b556ace'",
+        "delete from experiments where experiment_id = 0",
+    ],
+)
+def test_a_database_is_never_changed(
+    store: tuple[Path, Ids], tmp_path: Path, catalog: ucformat.Catalog, change: str
+) -> None:
+    file = tmp_path / "a b?#%.db"
+    shutil.copy(store[0], file)
+    with closing(sqlite3.connect(file)) as database:
+        database.executescript(change)
+    before = file.read_bytes()
+    error = command(f"sqlite:///{file}", "--dry-run", code=6)["error"]
+    assert "is only read here" in error["message"]
+    assert f"mlflow db upgrade sqlite:///{file}" in error["hint"]
+    assert file.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("catalog")] == [file.name]
+
+
 def test_references_that_were_logged(store: tuple[Path, Ids], catalog: ucformat.Catalog) -> None:
     file, ids = store
     url = f"sqlite:///{file}"
@@ -136,6 +161,7 @@ def test_references_that_were_logged(store: tuple[Path, Ids], catalog: ucformat.
 def test_what_is_no_store(tmp_path: Path, catalog: ucformat.Catalog) -> None:
     (tmp_path / "other.db").write_bytes(b"")
     for url in (
+        tmp_path,
         tmp_path / "absent",
         f"sqlite:///{tmp_path}/absent.db",
         f"sqlite:///{tmp_path}/other.db",

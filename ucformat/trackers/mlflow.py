@@ -10,6 +10,9 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from sqlalchemy import URL
 
 from ucformat.errors import NotFound, UcformatError, UnsupportedError, first_names
 from ucformat.redacted import learn_url, redacted, shown_url
@@ -40,7 +43,7 @@ def mlflow_runs(url: str, experiments: Sequence[str] = ()) -> TrackedRuns:
         raise UnsupportedError(
             "mlflow is not installed", hint="pip install 'ucformat[mlflow]'"
         ) from None
-    with _telling():
+    with _telling(), _never_changing(url):
         client = MlflowClient(uri)
         known = {e.name: e.experiment_id for e in _paged(client.search_experiments)}
         if absent := sorted(set(experiments) - known.keys()):
@@ -72,10 +75,14 @@ def _checked(url: str) -> str:
     if scheme in ("http", "https"):
         return url
     if scheme == "sqlite":
-        _check_database(url)
-        return url
+        # the client migrates an older database; with its slashes the name would be taken for a
+        # path whose folders are to be created
+        name = f"file:{quote(str(_database(url)), safe='')}"
+        read_only = URL.create("sqlite", database=name, query={"mode": "ro", "uri": "true"})
+        return read_only.render_as_string()
     if scheme in ("", "file"):
-        if not Path(path).is_dir():
+        # the client creates a folder for deleted experiments where there is none
+        if next(Path(path).glob("*/meta.yaml"), None) is None:
             hint = f"sqlite:///{path}" if Path(path).is_file() else "give the folder `mlruns`"
             raise NotFound(f"{url} is no folder of MLflow", hint=hint)
         return Path(path).absolute().as_uri()
@@ -86,18 +93,36 @@ def _checked(url: str) -> str:
     )
 
 
-def _check_database(url: str) -> None:
-    file = Path(url.partition("sqlite:///")[2])
+def _database(url: str) -> Path:
+    file = Path(url.partition("sqlite:///")[2]).absolute()
     wrong = NotFound(f"{url} is no database of MLflow", hint="give sqlite:///FILE")
     if not file.is_file():
         raise wrong
     try:
-        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as database:
             tables = {name for (name,) in database.execute("select name from sqlite_master")}
     except sqlite3.DatabaseError as error:
         raise wrong from error
     if not tables >= {"experiments", "runs", "metrics"}:
         raise wrong
+    return file
+
+
+@contextmanager
+def _never_changing(url: str) -> Iterator[None]:
+    """Say what to do if the client cannot read a database before it has changed it."""
+    try:
+        yield
+    except UcformatError:
+        raise
+    except Exception as error:
+        if "attempt to write a readonly database" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{url} is of an older MLflow, or lacks its experiment `Default`, and is only read here",
+            hint=f"`mlflow db upgrade {url}` upgrades it, `mlflow server --backend-store-uri {url}` "
+            "adds the experiment; keep a copy",
+        ) from None
 
 
 @contextmanager
