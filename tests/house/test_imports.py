@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
         *("schema", "errors", "geometry", "storage", "reading", "checkpoint", "references"),
         *("catalog", "jobs", "zarr_store"),
     },
-    "trackers": {"errors", "redacted", "storage", "sources", "catalog"},
+    "trackers": {"errors", "redacted", "storage", "sources", "catalog", "jobs"},
     "torch": {
         *("schema", "errors", "geometry", "storage", "reading", "format", "sources", "checkpoint"),
         *("_version", "catalog", "references", "redacted", "registry", "settings", "exporters"),

@@ -61,6 +61,11 @@ def test_runs_that_continue_each_other() -> None:
     }
 
 
+def test_a_message_of_too_many_fields() -> None:
+    with pytest.raises(IntegrityError, match="more than 1,048,576 fields"):
+        Message(b"\x0a\x00" * ((1 << 20) + 1))
+
+
 @pytest.mark.parametrize(
     "data", [b"\x08", b"\x08" + b"\xff" * 11, b"\x0a\x05ab", b"\x0b", b"\x09abc"]
 )

@@ -107,6 +107,15 @@ def test_a_writer_that_says_from_where_it_goes_on(
     assert metric(catalog, "old") == dict.fromkeys((100, 200, 300))
 
 
+def test_a_text_that_is_nested_too_deep_is_no_reference(
+    tmp_path: Path, catalog: ucformat.Catalog
+) -> None:
+    with SummaryWriter(str(tmp_path / "run7")) as writer:
+        writer.add_text("ucformat/checkpoint", "[" * 100_000, 100)
+        writer.add_scalar("loss", 1.0, 100)
+    assert ucformat.import_runs("tensorboard", str(tmp_path), catalog).changed == 3
+
+
 def test_two_writers_at_once_are_not_one_run(tmp_path: Path, catalog: ucformat.Catalog) -> None:
     writers = [SummaryWriter(str(tmp_path / "run7"), filename_suffix=f".{r}") for r in range(2)]
     for step in (100, 200):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -23,6 +24,9 @@ __all__ = ["Log", "Reference", "Tracker", "bind", "log_reference", "reference_to
 
 #: The tag of the text that a writer of TensorBoard gets.
 TAG = "ucformat/checkpoint"
+#: The tag of the checkpoint's id that W&B and MLflow get.
+ID_TAG = "ucformat.id"
+_WANDB_NAME = re.compile(r"[^a-zA-Z0-9_\-.]")  # what a name of an artifact must not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def bind(tracker: Any) -> Log:
 
 def _tags(reference: Reference) -> dict[str, str]:
     members = {f"ucformat.{key}": value for key, value in asdict(reference).items()}
-    members.pop("ucformat.name")
+    members |= {"ucformat.name": None, ID_TAG: reference.id}
     return {key: str(value) for key, value in members.items() if value is not None}
 
 
@@ -130,7 +134,7 @@ def _bind_wandb() -> Log:
 
     def log(reference: Reference) -> str:
         tags = _tags(reference)
-        name = "".join(c if c.isalnum() or c in "-_." else "-" for c in reference.name)
+        name = _WANDB_NAME.sub("-", reference.name)
         artifact = wandb.Artifact(name, type="model", metadata=tags)
         # by its content W&B tells versions apart, and a reference is only a place
         with artifact.new_file("ucformat.json") as file:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from crc32c import crc32c
 
 from ucformat.errors import IntegrityError
-from ucformat.trackers.protobuf import Message
+from ucformat.jobs.logged import TAG
+from ucformat.trackers.protobuf import MOST_BYTES, Message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 _HEADER, _CHECKSUM = struct.Struct("<QI"), struct.Struct("<I")
 _MASK = 0xA282EAD8
 _READ_BYTES = 4 << 20
-_MOST_BYTES = 256 << 20  # of one record
 # fields of the messages (tensorboard/compat/proto, and plugins/hparams/plugin_data.proto)
 _WALL, _STEP, _VERSION, _SUMMARY, _SESSION_LOG = 1, 2, 3, 5, 7
 _TAG, _SIMPLE, _TENSOR, _METADATA = 1, 2, 8, 9
@@ -47,13 +47,17 @@ class Restart(NamedTuple):
 
 @dataclass(slots=True)
 class EventFile:
-    """What was logged to one event file, in its order; `begins` is the time of its first event."""
+    """What was logged to one event file, in its order.
+
+    `begins` is the time of its first event, and `references` are the texts that it got of
+    checkpoints.
+    """
 
     key: str
     begins: float = 0.0
     logged: list[Scalar | Restart] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
-    texts: dict[str, list[str]] = field(default_factory=dict)
+    references: list[str] = field(default_factory=list)
     ignored: Counter[str] = field(default_factory=Counter)
 
 
@@ -103,7 +107,7 @@ def _records(
         nbytes, checksum = _HEADER.unpack(header)
         if checksum != _masked(header[:8]):
             raise _damaged(store, key, at, "the length of a record differs from its checksum")
-        if nbytes > _MOST_BYTES:
+        if nbytes > MOST_BYTES:
             raise _damaged(store, key, at, f"a record has {nbytes:,} bytes")
         whole = take(at + _HEADER.size, nbytes + _CHECKSUM.size)
         if whole is None:
@@ -137,8 +141,9 @@ def _add(events: EventFile, event: Message, plugins: dict[str, str]) -> None:
         elif plugin == "hparams":
             events.params |= _hyperparameters(plugin_data.bytes_of(2))
         elif plugin == "text":
-            texts = value.message(_TENSOR).all_bytes(_TEXTS)
-            events.texts.setdefault(tag, []).extend(text.decode(errors="replace") for text in texts)
+            if tag.removesuffix("/text_summary") == TAG:
+                texts = value.message(_TENSOR).all_bytes(_TEXTS)
+                events.references += [text.decode(errors="replace") for text in texts]
         else:
             events.ignored["images, histograms and other values that are no numbers"] += 1
 
@@ -151,7 +156,7 @@ def _scalar(value: Message, plugin: str) -> float | None:
         return None
     tensor = value.message(_TENSOR)
     dtype, content = tensor.integer(_DTYPE), tensor.bytes_of(_CONTENT)
-    if tensor.message(_SHAPE).messages(2):
+    if 2 in tensor.message(_SHAPE):
         return None  # not of one element
     if dtype == _FLOAT:
         return struct.unpack("<f", content)[0] if len(content) == 4 else tensor.single(_SINGLES)

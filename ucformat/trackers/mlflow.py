@@ -15,6 +15,7 @@ from urllib.parse import quote
 from sqlalchemy import URL
 
 from ucformat.errors import NotFound, UcformatError, UnsupportedError, first_names
+from ucformat.jobs.logged import ID_TAG
 from ucformat.redacted import learn_url, redacted, shown_url
 from ucformat.storage.url import split_url
 from ucformat.trackers.content import Point, TrackedContent, TrackedRun, TrackedRuns, param_value
@@ -151,7 +152,7 @@ def _references(client: Any, experiments: Sequence[str]) -> Mapping[str, set[str
     ids: dict[str, set[str]] = defaultdict(set)
     for experiment in experiments:
         for model in _paged(partial(client.search_logged_models, [experiment])):
-            if model.source_run_id and (id_ := model.tags.get("ucformat.id")):
+            if model.source_run_id and (id_ := model.tags.get(ID_TAG)):
                 ids[model.source_run_id].add(id_)
     return ids
 

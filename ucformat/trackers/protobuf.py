@@ -1,4 +1,4 @@
-"""Messages of Protocol Buffers by the numbers of their fields, and logs of records with checksums."""
+"""Messages of Protocol Buffers by the numbers of their fields."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _MOST_SHIFTS = 63  # of a number of 64 bits
+#: The most bytes of a record that is one message.
+MOST_BYTES = 256 << 20
+_MOST_FIELDS = 1 << 20  # a field of two bytes takes a hundred times as many in memory
 
 
 class Message:
@@ -19,7 +22,9 @@ class Message:
 
     def __init__(self, data: bytes) -> None:
         self._values: dict[int, list[int | bytes]] = {}
-        for number, value in _fields(data):
+        for count, (number, value) in enumerate(_fields(data), 1):
+            if count > _MOST_FIELDS:
+                raise IntegrityError(f"a message has more than {_MOST_FIELDS:,} fields")
             self._values.setdefault(number, []).append(value)
 
     def _of_kind(self, number: int, kind: type) -> list[int | bytes]:
@@ -35,9 +40,9 @@ class Message:
         """The values of a repeated field of bytes."""
         return [value for value in self._of_kind(number, bytes) if isinstance(value, bytes)]
 
-    def messages(self, number: int) -> list[Message]:
-        """The values of a repeated field of messages."""
-        return [Message(value) for value in self.all_bytes(number)]
+    def messages(self, number: int) -> Iterator[Message]:
+        """The values of a repeated field of messages, one at a time."""
+        return map(Message, self.all_bytes(number))
 
     def bytes_of(self, number: int) -> bytes:
         """The value of a field of bytes; empty without one."""

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from ucformat.storage.base import Info, Store
 
-#: The tag of the texts that a writer gets of checkpoints (`ucformat.jobs.references`).
-_REFERENCES = "ucformat/checkpoint"
-
 
 def tensorboard_runs(url: str) -> TrackedRuns:
     """Find the runs of TensorBoard: each folder with event files, by its path below the place.
@@ -56,13 +53,7 @@ def _read(store: Store, infos: Sequence[Info]) -> list[EventFile]:
 
 
 def _references(files: Sequence[EventFile]) -> frozenset[str]:
-    texts = (
-        text
-        for file in files
-        for tag, texts in file.texts.items()
-        if tag.removesuffix("/text_summary") == _REFERENCES
-        for text in texts
-    )
+    texts = (text for file in files for text in file.references)
     return frozenset(id_ for text in texts if (id_ := _id_in(text)) is not None)
 
 
@@ -70,7 +61,7 @@ def _id_in(text: str) -> str | None:
     """The id of a checkpoint in the text of a reference; None if it is another text."""
     try:
         reference = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     id_ = reference.get("id") if isinstance(reference, dict) else None
     return id_ if isinstance(id_, str) else None
