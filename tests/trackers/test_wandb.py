@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,67 @@ def test_a_server_is_refused(catalog: ucformat.Catalog) -> None:
     with pytest.raises(UnsupportedError, match=r"not read from its server") as failure:
         ucformat.import_runs("wandb", "https://me:hunter22@api.wandb.ai/p", catalog)
     assert "hunter22" not in str(failure.value)
+
+
+def field(number: int, *parts: bytes) -> bytes:
+    """A field of bytes."""
+    data = b"".join(parts)
+    size, length = len(data), b""
+    while size > 127:
+        length, size = length + bytes([size & 127 | 128]), size >> 7
+    tag = number << 3 | 2
+    head = bytes([tag]) if tag < 128 else bytes([tag & 127 | 128, tag >> 7])
+    return head + length + bytes([size]) + data
+
+
+def history(step: int, **values: str) -> bytes:
+    """A record of a row, whose values are JSON."""
+    items = [field(1, field(1, name.encode()), field(16, v.encode())) for name, v in values.items()]
+    return field(2, *items, field(2, b"\x08" + bytes([step])))
+
+
+def write_log(folder: Path, time: str, *records: bytes, id_: str = "run7") -> None:
+    """Write an offline run's log of records that W&B would write."""
+    data = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
+    for record in records:
+        checksum = zlib.crc32(record, zlib.crc32(b"\x01"))
+        data += struct.pack("<IHB", checksum, len(record), 1) + record
+    place = folder / f"offline-run-20261128_{time}-{id_}" / f"run-{id_}.wandb"
+    place.parent.mkdir(parents=True)
+    place.write_bytes(data)
+
+
+def test_a_run_that_was_resumed_counts_its_rows_again(
+    tmp_path: Path, catalog: ucformat.Catalog
+) -> None:
+    write_log(tmp_path, "090000", history(0, loss="1"), history(100, loss="2"))
+    write_log(tmp_path, "100000", history(0, loss="3"), history(120, loss="4"))
+    with pytest.raises(UsageError, match="resumed at step 0 after step 100") as failure:
+        ucformat.import_runs("wandb", str(tmp_path), catalog)
+    assert "--step-key" in str(failure.value.hint)
+    ucformat.import_runs("wandb", str(tmp_path), catalog, step_key="_step", rewound="drop")
+    assert metric(catalog, "loss")[200] == 4.0
+
+
+@pytest.mark.parametrize("step", ["NaN", "Infinity", '"x"', "true", "1.5", "1e400"])
+def test_steps_that_are_none(tmp_path: Path, catalog: ucformat.Catalog, step: str) -> None:
+    write_log(tmp_path, "090000", history(0, loss="1", at=step), history(1, loss="2", at="100"))
+    imported = ucformat.import_runs("wandb", str(tmp_path), catalog, step_key="at")
+    assert imported.left_out == {"rows of the history without at": 1}
+    assert metric(catalog, "loss")[100] == 2.0
+
+
+def test_an_integer_beyond_all_floats(tmp_path: Path, catalog: ucformat.Catalog) -> None:
+    write_log(tmp_path, "090000", history(0, loss="1" + "0" * 400, other="1"))
+    imported = ucformat.import_runs("wandb", str(tmp_path), catalog)
+    assert imported.left_out == {"integers beyond all floating-point numbers": 1}
+
+
+def test_a_nested_value_of_the_configuration_is_removed_alone(
+    tmp_path: Path, catalog: ucformat.Catalog
+) -> None:
+    names = [field(2, name.encode()) for name in ("opt", "lr")]
+    config = field(1, field(1, b"opt"), field(16, b'{"lr": 1, "beta": 2}'))
+    write_log(tmp_path, "090000", field(5, config), field(5, field(2, *names)))
+    ucformat.import_runs("wandb", str(tmp_path), catalog)
+    assert of_run(catalog)[100].config["wandb"]["params"] == {"opt": {"beta": 2}}

@@ -11,10 +11,11 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import IntegrityError, NotFound, UnsupportedError, UsageError
+from ucformat.jobs.logged import ID_TAG
 from ucformat.redacted import learn_url, shown_url
 from ucformat.storage.url import open_store, split_url
 from ucformat.trackers.content import Point, TrackedContent, TrackedRun, TrackedRuns, joined
-from ucformat.trackers.protobuf import Message
+from ucformat.trackers.protobuf import MOST_BYTES, Message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _MAGIC = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 _BLOCK, _HEADER = 32 << 10, struct.Struct("<IHB")
+_MOST_PARTS = MOST_BYTES // _BLOCK
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 # fields of the records (wandb/proto/wandb_internal.proto)
 _HISTORY, _CONFIG, _ARTIFACT, _RUN, _REQUEST = 2, 5, 8, 17, 100
@@ -84,8 +86,15 @@ def _run(logs: Sequence[_Log], step_key: str | None) -> TrackedRun:
         logs[0].id,
         name,
         lambda: references,
-        lambda: joined([_content(log, name, step_key) for log in logs]),
+        lambda: _joined(logs, name, step_key),
     )
+
+
+def _joined(logs: Sequence[_Log], run: str, step_key: str | None) -> TrackedContent:
+    contents = [_content(log, run, step_key) for log in logs]
+    if step_key is None:
+        _check_resumed(logs, run)
+    return joined(contents)
 
 
 def _read(store: Store, key: str, size: int) -> _Log:
@@ -128,6 +137,8 @@ def _records(
                 raise _damaged(store, key, block + at, "parts of records are not in order")
             begun = begun if parts else block + at
             parts.append(part)
+            if len(parts) > _MOST_PARTS:
+                raise _damaged(store, key, begun, f"a record has more than {MOST_BYTES:,} bytes")
             at += _HEADER.size + nbytes
             if kind in (_FULL, _LAST):
                 yield begun, b"".join(parts)
@@ -157,7 +168,7 @@ def _add(log: _Log, record: Message) -> None:
         *record.message(_REQUEST).message(_LOG_ARTIFACT).messages(1),
     ):
         metadata = _parsed(artifact.text(8) or "null")
-        id_ = metadata.get("ucformat.id") if isinstance(metadata, dict) else None
+        id_ = metadata.get(ID_TAG) if isinstance(metadata, dict) else None
         if isinstance(id_, str):
             log.references.add(id_)
 
@@ -189,7 +200,12 @@ def _update(log: _Log, config: Message) -> None:
             inner[name] = inner = there if isinstance(there, dict) else {}
         inner[path[-1]] = _value(item)
     for item in config.messages(2):
-        log.config.pop(_path(item)[0], None)
+        *outer, last = _path(item)
+        inner = log.config
+        for name in outer:
+            there = inner.get(name)
+            inner = there if isinstance(there, dict) else {}
+        inner.pop(last, None)
 
 
 def _content(log: _Log, run: str, step_key: str | None) -> TrackedContent:
@@ -198,7 +214,7 @@ def _content(log: _Log, run: str, step_key: str | None) -> TrackedContent:
         _check_steps(log, run)
     for step, row in log.rows:
         at = step if step_key in (None, "_step") else row.get(step_key)
-        if not isinstance(at, int | float) or isinstance(at, bool) or at != int(at):
+        if not isinstance(at, int | float) or isinstance(at, bool) or at % 1 != 0:
             ignored[f"rows of the history without {step_key}"] += 1
             continue
         for name, value in row.items():
@@ -208,11 +224,28 @@ def _content(log: _Log, run: str, step_key: str | None) -> TrackedContent:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 ignored["texts, media and other values that are no numbers"] += 1
                 continue
-            metrics.setdefault(name, []).append((int(at), float(number)))
+            try:
+                metrics.setdefault(name, []).append((int(at), float(number)))
+            except OverflowError:
+                ignored["integers beyond all floating-point numbers"] += 1
     return TrackedContent(log.config, metrics, ignored=dict(ignored))
 
 
 _NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def _check_resumed(logs: Sequence[_Log], run: str) -> None:
+    """Raise UsageError if W&B's count began again: a run that was resumed offline does not know where it was."""
+    last: int | None = None
+    for log in logs:
+        steps = [step for step, _ in log.rows]
+        if last is not None and steps and steps[0] <= last:
+            raise UsageError(
+                f"the run {run!r} of W&B was resumed at step {steps[0]} after step {last}, by W&B's "
+                "own count: which is the step of the training?",
+                hint="--step-key NAME if the run logged it, or --step-key _step if W&B counts right",
+            )
+        last = max(steps, default=last)
 
 
 def _check_steps(log: _Log, run: str) -> None:
