@@ -32,6 +32,8 @@ def test_an_import(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "not imported  lr=0.1: the catalog has no run" in run(*command, "--run", "lr=0.1=").stdout
     )
     assert "no run 'lr'" in run(*command, "--run", "lr=0.1", code=3).stderr
+    twice = ("--run", "lr=0.1=run7", "--run", "lr=0.1=run8")
+    assert "--run lr=0.1 is given twice" in run(*command, *twice, code=2).stderr
     data = json.loads(run(*command, "--run", "lr=0.1=run7", "--json").stdout)
     assert [c["metrics"] for c in data["checkpoints"]] == [{}, {"loss": 1.0}, {"loss": 2.0}]
     assert run(*command, "--run", "lr=0.1=run7", "-q").stdout == ""

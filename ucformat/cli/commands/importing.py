@@ -11,7 +11,7 @@ from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, bundle, command
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import table
-from ucformat.errors import first_names
+from ucformat.errors import UsageError, first_names
 from ucformat.texts import count, plural
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def _import(
     import ucformat
 
     given = asdict(wanted)
-    runs, patterns = dict(map(_pair, given.pop("runs"))), given.pop("metrics")
+    runs, patterns = _pairs(given.pop("runs")), given.pop("metrics")
     with opened_catalog() as catalog:
         imported = ucformat.import_runs(
             tracker,
@@ -144,10 +144,20 @@ def _import(
             **given,
         )
     out.result(
-        lambda: _lines(imported, dry_run=wanted.dry_run),
+        lambda: _lines(imported, wanted),
         lambda: _data(imported),
         lambda: (c.id for c in imported.checkpoints if c.metrics or c.params),
     )
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, str | None]:
+    """What the runs of the tracker belong to."""
+    pairs: dict[str, str | None] = {}
+    for name, ref in map(_pair, texts):
+        if name in pairs:
+            raise UsageError(f"--run {name} is given twice", hint="give each run once")
+        pairs[name] = ref
+    return pairs
 
 
 def _pair(text: str) -> tuple[str, str | None]:
@@ -156,7 +166,7 @@ def _pair(text: str) -> tuple[str, str | None]:
     return (name, ref or None) if equals else (text, None)
 
 
-def _lines(imported: ImportedRuns, *, dry_run: bool) -> Iterator[str]:
+def _lines(imported: ImportedRuns, wanted: Wanted) -> Iterator[str]:
     rows = [
         (
             c.name,
@@ -171,11 +181,16 @@ def _lines(imported: ImportedRuns, *, dry_run: bool) -> Iterator[str]:
     if rows:
         head = ("checkpoint", "tracker's run", "metrics", "from earlier", "params", "kept")
         yield from table(head, rows, left=2, shrink=(0, 1), width=terminal_width())
-    would = "would be changed; nothing is, with --dry-run" if dry_run else "changed"
+    would = "would be changed; nothing is, with --dry-run" if wanted.dry_run else "changed"
     total = plural(len(imported.checkpoints), "checkpoint")
     yield f"{count(imported.changed)} of {total} {would}"
     yield from _earlier(imported.checkpoints)
-    yield from _kept(imported.checkpoints)
+    why = (
+        "not of an import"
+        if wanted.replace
+        else "recorded with another value; --replace replaces it"
+    )
+    yield from _kept(imported.checkpoints, why)
     for run, reason in imported.unmatched.items():
         yield f"  not imported  {run}: {reason}"
     for what, number in imported.left_out.items():
@@ -196,13 +211,10 @@ def _earlier(checkpoints: Sequence[ImportedCheckpoint]) -> Iterator[str]:
         )
 
 
-def _kept(checkpoints: Sequence[ImportedCheckpoint]) -> Iterator[str]:
+def _kept(checkpoints: Sequence[ImportedCheckpoint], why: str) -> Iterator[str]:
     for c in checkpoints:
         if c.kept:
-            yield (
-                f"  kept          {first_names(c.kept, _MAX_NAMED)} of {c.name}: recorded with another value; "
-                "--replace replaces it"
-            )
+            yield f"  kept          {first_names(c.kept, _MAX_NAMED)} of {c.name}: {why}"
 
 
 def _data(imported: ImportedRuns) -> dict[str, Any]:
