@@ -268,6 +268,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
             "/data/run7/1",
         )
     ],
+    "with_ids": lambda c: c.with_ids([c.get("run7@1").id, "absent"]),
     "hold": lambda c: c.hold("run7@1", "why", timedelta(1)),
     "holding": lambda c: c.holding(next(t.digest for t in c.tensors("run7@1") if t.digest)),
     "import_document": document,

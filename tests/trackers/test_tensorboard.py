@@ -14,6 +14,7 @@ import pytest
 from tensorboardX import SummaryWriter
 
 import ucformat
+from tests.catalog.manifests import manifest
 from tests.trackers.conftest import metric, of_run
 from ucformat.errors import IntegrityError, NotFound, UsageError
 
@@ -116,6 +117,80 @@ def test_a_text_that_is_nested_too_deep_is_no_reference(
     assert ucformat.import_runs("tensorboard", str(tmp_path), catalog).changed == 3
 
 
+def test_only_whole_ids_are_references(tmp_path: Path, catalog: ucformat.Catalog) -> None:
+    known = catalog.get("run7@200").id
+    with SummaryWriter(str(tmp_path / "a")) as writer:
+        for id_ in ("", "launch:zz", "run8@latest", known[:8], "/nowhere/run8/100", "\0", known):
+            writer.add_text("ucformat/checkpoint", json.dumps({"id": id_}), 200)
+    imported = ucformat.import_runs("tensorboard", str(tmp_path), catalog)
+    assert imported.left_out == {"references to checkpoints that the catalog does not have": 6}
+    assert not imported.unmatched
+
+
+def test_what_belongs_to_no_checkpoint_is_not_read(
+    tmp_path: Path, catalog: ucformat.Catalog
+) -> None:
+    for suffix in (".a", ".b"):
+        writer = SummaryWriter(str(tmp_path / "gone"), filename_suffix=suffix)
+        writer.add_text("ucformat/checkpoint", json.dumps({"id": "absent"}), 200)
+        writer.add_scalar("loss", 1.0, 100)
+        time.sleep(0.01)
+        writer.add_scalar("loss", 1.0, 200)
+        if suffix == ".a":
+            first = writer
+    first.add_scalar("loss", 1.0, 300)
+    first.close()
+    writer.close()
+    write(tmp_path / "run7", {"loss": {100: 1.0}})
+    assert ucformat.import_runs("tensorboard", str(tmp_path), catalog).changed == 3
+
+
+def test_a_checkpoint_that_is_deleted_is_refused(tmp_path: Path, catalog: ucformat.Catalog) -> None:
+    write(tmp_path / "a", {"loss": {100: 1.0}})
+    ids = [e.id for e in of_run(catalog).values()]
+    for number in range(len(ids)):
+        catalog.delete(ids[number])
+        with pytest.raises(NotFound, match=f"{ids[number]}' is deleted"):
+            ucformat.import_runs("tensorboard", str(tmp_path), catalog, runs={"a": ids[number]})
+
+
+def test_a_pattern_that_fits_nothing(tmp_path: Path, catalog: ucformat.Catalog) -> None:
+    write(tmp_path / "run7", {"loss": {100: 1.0}})
+    with pytest.raises(NotFound, match="no metric 'los' of these runs") as failure:
+        ucformat.import_runs("tensorboard", str(tmp_path), catalog, metrics=["loss", "los"])
+    assert failure.value.hint == "it has loss"
+    assert metric(catalog, "loss")[100] is None
+
+
+def test_what_no_catalog_stores_as_it_is_does_not_change_again(
+    tmp_path: Path, catalog: ucformat.Catalog
+) -> None:
+    with SummaryWriter(str(tmp_path / "run7")) as writer:
+        writer.add_hparams({"note": "a\0b"}, {}, name=".")
+    assert ucformat.import_runs("tensorboard", str(tmp_path), catalog).changed == 3
+    assert ucformat.import_runs("tensorboard", str(tmp_path), catalog).changed == 0
+
+
+def test_the_configuration_of_the_training_is_kept(
+    tmp_path: Path, catalog: ucformat.Catalog
+) -> None:
+    own = {"tensorboard": {"logdir": "x"}}
+    catalog.record(manifest(50, "own", 100, config=own), "/nowhere/own/100")
+    for name in ("own", "run7", "other"):
+        with SummaryWriter(str(tmp_path / name)) as writer:
+            writer.add_hparams({"name": name}, {}, name=".")
+
+    def import_(run: str, ref: str) -> ucformat.ImportedRuns:
+        return ucformat.import_runs(
+            "tensorboard", str(tmp_path), catalog, runs={run: ref}, replace=True
+        )
+
+    assert import_("own", "own").checkpoints[0].kept == ("config.tensorboard",)
+    assert catalog.get("own@100").config == own
+    assert import_("run7", "run7").changed == 3
+    assert import_("other", "run7").changed == 3  # which another import wrote
+
+
 def test_two_writers_at_once_are_not_one_run(tmp_path: Path, catalog: ucformat.Catalog) -> None:
     writers = [SummaryWriter(str(tmp_path / "run7"), filename_suffix=f".{r}") for r in range(2)]
     for step in (100, 200):
@@ -210,12 +285,16 @@ def test_two_runs_for_one_checkpoint_are_ambiguous(
         ucformat.import_runs(
             "tensorboard", str(tmp_path), catalog, runs={"run7": None, "a": "run7@100"}
         )
+    write(tmp_path / "lr=1", {"loss": {100: 2.0}})
+    with pytest.raises(UsageError) as failure:
+        ucformat.import_runs(
+            "tensorboard", str(tmp_path), catalog, runs={"lr=1": "run7@100", "a": "run7@200"}
+        )
+    assert "choose one: --run lr=1=;" in str(failure.value.hint)
     assert metric(catalog, "loss")[100] is None
 
 
 def test_lines_that_do_not_continue_each_other(tmp_path: Path, catalog: ucformat.Catalog) -> None:
-    from tests.catalog.manifests import manifest
-
     catalog.record(manifest(99, "run7", 100), "/elsewhere/run7/100")
     write(tmp_path / "run7", {"loss": {100: 1.0}})
     with pytest.raises(UsageError, match="2 lines") as failure:

@@ -8,9 +8,11 @@ from ucformat.catalog import changes, search
 from ucformat.catalog import stamp as stamps
 from ucformat.catalog.entries import LineEntry
 from ucformat.catalog.loading import load_entries
+from ucformat.catalog.models import storable_text
+from ucformat.catalog.rows import serial_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ucformat.catalog.database import Database
     from ucformat.catalog.entries import Entry, RunEntry
@@ -44,6 +46,13 @@ class Searches:
                 c, where, stamps.now(), sort=sort, limit=limit, offset=offset, deleted=deleted
             )
             return load_entries(c, serials, stamps.now())
+
+    def with_ids(self, ids: Iterable[str]) -> list[Entry]:
+        """The checkpoints that have these ids, in whatever state; ids that none has are left out."""
+        with self._database.reading() as c:
+            # no text that cannot be stored is an id
+            serials = [serial_of(c, id_) for id_ in ids if storable_text(id_) == id_]
+            return load_entries(c, [s for s in serials if s is not None], stamps.now())
 
     def count(self, where: str | Node = "", *, deleted: bool = False) -> int:
         """Count the checkpoints that match a filter.

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.catalog.filter.syntax import Text
 from ucformat.catalog.lines import line_to, lines, path_of
+from ucformat.catalog.models import storable_json
 from ucformat.catalog.tracked import TrackedValues
 from ucformat.errors import NotFound, UsageError, check_choice, first_names
 from ucformat.sources.configuration import plain_config
 from ucformat.trackers.content import Series, is_same, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
@@ -101,7 +102,7 @@ class _Choice:
                 ids = [run.id for run in runs]
                 raise UsageError(
                     f"{self.title} has {len(runs)} runs {name!r}: {first_names(ids, _MOST_NAMED)}",
-                    hint=f"choose one: --run {ids[0]}; or give those that continue each other, in "
+                    hint=f"choose one: {_option(ids[0])}; or give those that continue each other, in "
                     f"their order: --run {ids[0]}={name} --run {ids[1]}={name}",
                 )
             matches.append(_Match(runs, self._path(name, f"--run {runs[0].id}=REF")))
@@ -118,14 +119,9 @@ class _Choice:
         ]
 
     def _referenced(self, run: TrackedRun, references: Iterable[str]) -> _Match:
-        entries = []
-        for id_ in sorted(references):
-            try:
-                entries.append(self.catalog.get(id_))
-            except NotFound:
-                continue
-        committed = [entry for entry in entries if entry.state == "committed"]
-        absent = len(list(references)) - len(committed)
+        ids = sorted(references)
+        committed = [e for e in self.catalog.with_ids(ids) if e.state == "committed"]
+        absent = len(ids) - len(committed)
         if not committed:
             self.unmatched[str(run)] = "the catalog has none of the checkpoints logged to it"
         return _Match([run], sorted(committed, key=_by_step), absent)
@@ -136,6 +132,11 @@ class _Choice:
         head = None
         if not entries:
             head = self.catalog.get(target)
+            if head.state != "committed":
+                raise NotFound(
+                    f"the checkpoint {target!r} is {head.state}",
+                    hint=f"name one that is there: {option}",
+                )
             entries = [head] if head.run is None else self._of_run(head.run)
         began = self.catalog.beginnings(entries[0].run or "")
         if head is None:
@@ -157,6 +158,11 @@ class _Choice:
 
     def _of_run(self, name: str) -> list[Entry]:
         return self.catalog.find(f"run = {Text(name)}", sort="step")
+
+
+def _option(run: str) -> str:
+    """The option of the command line that chooses a run; `NAME=` is a name with an equals sign in it."""
+    return f"--run {run}=" if "=" in run else f"--run {run}"
 
 
 def _by_step(entry: Entry) -> tuple[int, str]:
@@ -201,7 +207,8 @@ def import_runs(
         metrics: patterns of the names of metrics.
         rewound: whether values count that were logged at steps to which a restart has returned
             since: `keep` or `drop` (default: that is an error, where it makes a difference).
-        replace: replace metrics that the catalog has with other values (default: these are kept).
+        replace: replace metrics that the catalog has with other values, and parameters of another
+            run (default: these are kept).
         dry_run: record nothing.
 
     Raises:
@@ -217,11 +224,15 @@ def import_runs(
     matches = _matches(choice, found.runs, runs)
     _check_disjoint(choice.title, matches)
     checkpoints, values = [], dict[str, TrackedValues]()
+    names = set[str]()
     for match in sorted(matches, key=lambda m: [_by_run(entry) for entry in m.entries[:1]]):
+        left_out["references to checkpoints that the catalog does not have"] += match.absent
+        if not match.entries:  # what nobody gets need not be readable
+            continue
         content = joined([run.read() for run in match.runs])
         left_out.update(content.ignored)
-        left_out["references to checkpoints that the catalog does not have"] += match.absent
         left_out["checkpoints without a step"] += sum(e.step is None for e in match.entries)
+        names |= content.metrics.keys()
         chosen, unprintable = _chosen(content.metrics, metrics)
         left_out["metrics whose names are not printable"] += unprintable
         series = {name: Series(points) for name, points in chosen.items()}
@@ -234,6 +245,8 @@ def import_runs(
                 values[entry.id] = TrackedValues(
                     imported.metrics, part if imported.params else None
                 )
+    if checkpoints:
+        _check_patterns(choice.title, metrics, names)
     if not dry_run and values:
         catalog.add_tracked(tracker, values, replace=replace)
     return ImportedRuns(tuple(checkpoints), choice.unmatched, dict(+left_out))
@@ -266,6 +279,12 @@ def _matches(
     if wanted is None:
         return choice.by_name(tracked)
     chosen = [(_find(choice.title, tracked, name), target) for name, target in wanted.items()]
+    for run_id, number in Counter(run.id for run, _ in chosen).items():
+        if number > 1:
+            raise UsageError(
+                f"the run {run_id!r} of {choice.title} is given {number} times",
+                hint="give it once, by its name or its id",
+            )
     return [
         *choice.by_name([run for run, target in chosen if target is None]),
         *choice.given((run, target) for run, target in chosen if target is not None),
@@ -293,7 +312,7 @@ def _check_disjoint(title: str, matches: Iterable[_Match]) -> None:
                 raise UsageError(
                     f"{entry.name} {entry.id[:12]} belongs to two runs of {title}: {other}, and "
                     f"{match.runs[0]}",
-                    hint=f"choose one: --run {other.id}; or give those that continue each other, "
+                    hint=f"choose one: {_option(other.id)}; or give those that continue each other, "
                     f"in their order: --run {other.id}=REF --run {match.runs[0].id}=REF",
                 )
 
@@ -309,9 +328,21 @@ def _chosen(metrics: Mapping[str, Any], patterns: Sequence[str]) -> tuple[dict[s
     return good, len(fitting) - len(good)
 
 
+def _check_patterns(title: str, patterns: Sequence[str], names: Collection[str]) -> None:
+    """Raise NotFound if a pattern fits none of the metrics."""
+    for pattern in patterns:
+        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
+            raise NotFound(
+                f"{title} has no metric {pattern!r} of these runs",
+                hint=f"it has {first_names(sorted(names), _MOST_NAMED)}" if names else None,
+            )
+
+
 def _config_part(run: TrackedRun, content: TrackedContent) -> dict[str, Any]:
     params = plain_config(dict(content.params))
-    return {"run_id": run.id, "run_name": run.name, "params": params}
+    # as the catalog keeps it, with which it is compared
+    part: dict[str, Any] = storable_json({"run_id": run.id, "run_name": run.name, "params": params})
+    return part
 
 
 def _last_values(
@@ -358,8 +389,10 @@ def _compared(
             kept.append(f"metric.{name}")
     there = entry.config.get(tracker)
     number = len(part["params"]) if part["params"] and there != part else 0
-    own = isinstance(there, dict) and there.get("run_id") == part["run_id"]
-    if number and there is not None and not own and not replace:
+    # what has no id of a run is no import's, but the training's
+    run_id = there.get("run_id") if isinstance(there, dict) else None
+    replaceable = run_id == part["run_id"] or (run_id is not None and replace)
+    if number and there is not None and not replaceable:
         kept.append(f"config.{tracker}")
         number = 0
     earlier = {name: last[name][0] for name in new if last[name][0] != entry.step}
