@@ -26,6 +26,7 @@ from tests.web.serving import Client, bearer, serving, token
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.changes import SettledLog
 from ucformat.catalog.models import Event
+from ucformat.catalog.tracked import TrackedValues
 from ucformat.errors import UsageError
 from ucformat.web import events
 from ucformat.web.events import Listeners, Positions
@@ -168,12 +169,13 @@ def test_positions_tell_nothing(catalog: Catalog) -> None:
     positions = Positions(catalog.database.identity)
     texts = {positions.seal(n): n for n in (0, 1, 2, 255, 1 << 40)}
     assert all(positions.open(text) == n for text, n in texts.items())
+    assert positions.seal(1) != positions.seal(1)  # equal ones would tell that nothing happened
     assert len({text[:6] for text in texts}) == len(texts)
     assert len({text[-6:] for text in texts}) == len(texts)
     put(catalog, 1)
     other = Positions("another").seal(1)
     changed = positions.seal(1)[:-3] + "AAA"
-    for text in (other, changed, "", "1", "é", "A" * 22, "A" * 9000, "\0"):
+    for text in (other, changed, "", "1", "é", "A" * 22, "A" * 32, "A" * 9000, "\0"):
         with pytest.raises(UsageError, match="Last-Event-ID"):
             positions.open(text)
     with serving(catalog) as ask:
@@ -221,6 +223,32 @@ def test_a_scope_is_not_left(catalog: Catalog) -> None:
             with listening(ask, since, **bearer("some")) as again:
                 assert again.told(newest) == ("alias", "best", shown)
                 assert again.told(newest, ("alias", "best", shown)) == ("alias", "end", shown)
+
+
+def test_an_alias_that_leaves_a_scope_in_one_of_many_moves(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_ENTRIES", 1)
+    shown, hidden = put(catalog, 1, run="shown").id, put(catalog, 2, run="hidden").id
+    other = put(catalog, 3, run="hidden").id
+    catalog.alias("best", shown)
+    with serving(catalog, tokens=[token("some", "run = 'shown'")]) as ask:
+        with listening(ask, **bearer("some")) as client:
+            last = client.last
+        for target in (hidden, other, hidden, other):
+            catalog.alias("best", target)
+        catalog.alias("end", shown)
+        with listening(ask, last, **bearer("some")) as client:
+            assert client.told(("latest", "shown", shown)) == ("alias", "best", None)
+
+
+def test_what_a_tracker_says_moves_nothing(catalog: Catalog) -> None:
+    ref = put(catalog, 1).id
+    log = SettledLog()
+    before = catalog.settled(log)
+    catalog.add_tracked("mlflow", {ref: TrackedValues({}, {"run_id": "r"})})
+    changes = catalog.changes(before, catalog.settled(log), most=10)
+    assert changes.runs == {"run7": False}
 
 
 def test_a_name_forges_no_event(catalog: Catalog) -> None:
@@ -291,6 +319,32 @@ def test_signs_of_life(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> Non
         assert [client.answer.readline() for _ in range(4)] == [b":\n", b"\n"] * 2
         assert client.answer.getheader("content-type") == "text/event-stream; charset=utf-8"
         assert client.answer.getheader("cache-control") == "no-store"
+
+
+def test_signs_of_life_while_what_is_hidden_moves(
+    catalog: Catalog, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_HEARTBEAT", 0.5)
+    put(catalog, 1, run="hidden")
+    ended = threading.Event()
+
+    def work() -> None:
+        with Catalog(database_url) as own:
+            while not ended.is_set():
+                own.note("hidden@1", "n")
+
+    thread = threading.Thread(target=work)
+    with (
+        serving(catalog, tokens=[token("some", "run = 'shown'")]) as ask,
+        listening(ask, **bearer("some")) as client,
+    ):
+        client.connection.sock.settimeout(5)
+        thread.start()
+        try:
+            assert client.answer.readline() == b":\n"
+        finally:
+            ended.set()
+            thread.join()
 
 
 def library_of(listeners: list[Listeners], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ucformat.catalog.models import AliasMove, AliasRow, CheckpointRow, Event, R
 from ucformat.catalog.rows import pages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection
 
@@ -100,30 +100,42 @@ def load_changes(connection: Connection, after: int, until: int, most: int) -> C
         .limit(most)
     )
     rows = connection.execute(query).all()
-    moves: dict[str, int] = {}
+    moves: dict[str, list[int | None]] = {}  # versions
     runs: dict[str, bool] = {}
     for _, action, detail, _, run in rows:
         if action == "alias":
-            moves[detail["name"]] = moves.get(detail["name"], 0) + 1
+            moves.setdefault(detail["name"], []).append(detail.get("version"))
         for name in (run, detail.get("before") if action == "run" else None):
             if name is not None:
-                runs[name] = runs.get(name, False) or action not in _DESCRIBING
+                runs[name] = runs.get(name, False) or not _describes(action, detail)
     for page in pages(sorted({row.checkpoint for row in rows if row.checkpoint is not None})):
         for name in connection.scalars(
             sa.select(AliasRow.name).where(AliasRow.checkpoint.in_(page)).order_by(AliasRow.name)
         ):
-            moves.setdefault(name, 0)
+            moves.setdefault(name, [])
     position = rows[-1].id if len(rows) == most else until
-    return Changes(position, {n: _left(connection, n, count) for n, count in moves.items()}, runs)
+    left = {name: _left(connection, name, versions) for name, versions in moves.items()}
+    return Changes(position, left, runs)
 
 
-def _left(connection: Connection, name: str, count: int) -> tuple[str, ...]:
-    """The ids of the checkpoints that an alias has left by its last moves."""
+def _describes(action: str, detail: Mapping[str, Any]) -> bool:
+    """Whether an entry only annotates; of imports, those of documents may delete and restore."""
+    return action in _DESCRIBING or (action == "import" and "tracker" in detail)
+
+
+def _left(connection: Connection, name: str, versions: Sequence[int | None]) -> tuple[str, ...]:
+    """The ids of the checkpoints that an alias has left by these moves.
+
+    Older entries do not say which move they are of, so for them its last moves are taken.
+    """
+    if not versions:
+        return ()
     query: Any = (
         sa.select(CheckpointRow.id)
         .join(AliasMove, AliasMove.source == CheckpointRow.serial)
         .where(AliasMove.name == name)
         .order_by(AliasMove.version.desc())
-        .limit(count)
     )
-    return tuple(connection.scalars(query)) if count else ()
+    these = AliasMove.version.in_(versions)
+    query = query.limit(len(versions)) if None in versions else query.where(these)
+    return tuple(connection.scalars(query))

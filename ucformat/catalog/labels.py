@@ -139,7 +139,8 @@ def _record_move(
             name=name, version=version, source=source, target=target, moved=stamp.now, who=stamp.who
         )
     )
-    event(connection, "alias", stamp, target or source, name=name, removed=target is None)
+    detail = {"name": name, "version": version, "removed": target is None}
+    event(connection, "alias", stamp, target or source, **detail)
 
 
 def add_tags(

@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import json
 import logging
+import secrets
 from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,7 +75,7 @@ class Page(NamedTuple):
 
 
 class Positions:
-    """Positions in the log as clients get them: they tell nothing, such as how much others do.
+    """Positions in the log as clients get them: they tell nothing, such as whether others do anything.
 
     Every server of a catalog understands them, also after it has started anew.
     """
@@ -87,10 +88,10 @@ class Positions:
 
     def seal(self, position: int) -> str:
         """Write a position."""
-        data = position.to_bytes(8, "big")
-        tag = self._mac(b"tag", data)
-        hidden = bytes(a ^ b for a, b in zip(data, self._mac(b"pad", tag), strict=True))
-        return base64.urlsafe_b64encode(tag + hidden).decode().rstrip("=")
+        data, nonce = position.to_bytes(8, "big"), secrets.token_bytes(8)
+        tag = self._mac(b"tag", nonce + data)
+        hidden = bytes(a ^ b for a, b in zip(data, self._mac(b"pad", nonce + tag), strict=True))
+        return base64.urlsafe_b64encode(nonce + tag + hidden).decode()
 
     def open(self, text: str) -> int:
         """Read a position.
@@ -99,11 +100,12 @@ class Positions:
             UsageError: it is none of this catalog.
         """
         with suppress(ValueError):
-            sealed = base64.urlsafe_b64decode(text.encode("ascii") + b"==")
-            tag, hidden = sealed[:8], sealed[8:]
+            sealed = base64.urlsafe_b64decode(text.encode("ascii"))
+            nonce, tag, hidden = sealed[:8], sealed[8:16], sealed[16:]
             if len(hidden) == 8:
-                data = bytes(a ^ b for a, b in zip(hidden, self._mac(b"pad", tag), strict=True))
-                if hmac.compare_digest(tag, self._mac(b"tag", data)):
+                pad = self._mac(b"pad", nonce + tag)
+                data = bytes(a ^ b for a, b in zip(hidden, pad, strict=True))
+                if hmac.compare_digest(tag, self._mac(b"tag", nonce + data)):
                     return int.from_bytes(data, "big")
         raise _unknown_position()
 
@@ -195,16 +197,15 @@ class Listeners:
             self.failure = error
             self._wake()
 
-    async def wait(self, gone: asyncio.Future[None]) -> bool:
-        """Wait until something may have moved; returns whether it is time for a sign of life instead."""
+    async def wait(self, gone: asyncio.Future[None], timeout: float) -> None:
+        """Wait until something may have moved, so many seconds at most."""
         moved = asyncio.ensure_future(self._moved.wait())
         try:
-            done, _ = await asyncio.wait(
-                (moved, gone), timeout=_HEARTBEAT, return_when=asyncio.FIRST_COMPLETED
+            await asyncio.wait(
+                (moved, gone), timeout=max(0.0, timeout), return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             moved.cancel()
-        return not done
 
     async def page(self, access: Access, after: int) -> Page:
         """What has moved after a position, computed once for all clients that see the same."""
@@ -307,6 +308,10 @@ class EventStream:
 
     async def _tell(self, send: Send, position: int, gone: asyncio.Future[None]) -> None:
         listeners = self._listeners
+        now = asyncio.get_running_loop().time
+        due = (
+            now() + _HEARTBEAT
+        )  # since the last that was sent: what is hidden may move all the time
         while not gone.done() and not listeners.is_closed:
             if listeners.failure is not None:
                 raise listeners.failure
@@ -318,8 +323,12 @@ class EventStream:
                     # the position is told when all before it is: who is cut off misses nothing
                     last = self._positions.seal(position) if message is news[-1] else None
                     await _sent(send, _written(message.kind, message.data, last))
-            elif await listeners.wait(gone):
+                    due = now() + _HEARTBEAT
+            else:
+                await listeners.wait(gone, due - now())
+            if now() >= due and not gone.done() and not listeners.is_closed:
                 await _sent(send, ":\n\n")
+                due = now() + _HEARTBEAT
 
     def _is_news(self, message: Message) -> bool:
         """Whether this client does not know it yet, and may."""
