@@ -36,6 +36,7 @@ __all__ = [
     "Bound",
     "RankBuffer",
     "ReadPlan",
+    "amplification",
     "item_for",
     "plan_data",
     "plan_rank",
@@ -117,11 +118,10 @@ class ReadPlan:
         return sum(b.nbytes for b in self.buffers)
 
     def __str__(self) -> str:
-        ratio = self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
         lines = [
             f"rank {self.rank}: {len(self.tensors)} tensors, {size_text(self.memory)} of memory",
             f"  needed      {size_text(self.bytes_needed)}",
-            f"  read        {size_text(self.bytes_read)}  ({ratio:.3f} of what is needed)",
+            f"  read        {size_text(self.bytes_read)}  ({_of_needed(self)})",
             (
                 f"  unverified  {size_text(self.bytes_unverified)}; {size_text(self.bytes_besides)} are read "
                 "for checksums alone"
@@ -136,12 +136,11 @@ class ReadPlan:
         """What notebooks show."""
         from ucformat.drawing import card
 
-        ratio = self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
         facts = {
             "tensors": len(self.tensors),
             "memory": size_text(self.memory),
             "needed": size_text(self.bytes_needed),
-            "read": f"{size_text(self.bytes_read)} ({ratio:.3f} of what is needed)",
+            "read": f"{size_text(self.bytes_read)} ({_of_needed(self)})",
             "unverified": size_text(self.bytes_unverified),
             "for checksums alone": size_text(self.bytes_besides),
             "requests": f"{self.requests} in {len(self.files)} files",
@@ -360,6 +359,16 @@ class _Planner:
             RankBuffer((key.name, key.state), info.dtype, local.shape, padded=bool(local.padding))
         )
         return len(self.buffers) - 1
+
+
+def amplification(plan: ReadPlan) -> float | None:
+    """How many bytes are read for each that is needed; None if none is."""
+    return plan.bytes_read / plan.bytes_needed if plan.bytes_needed else None
+
+
+def _of_needed(plan: ReadPlan) -> str:
+    ratio = amplification(plan)
+    return f"{1.0 if ratio is None else ratio:.3f} of what is needed"
 
 
 def plan_data(plan: ReadPlan) -> dict[str, Any]:

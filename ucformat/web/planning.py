@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ucformat.errors import UcformatError, UsageError
-from ucformat.reading.rank import plan_data
+from ucformat.reading.rank import amplification, plan_data
 from ucformat.web.contents import Opened
 from ucformat.web.pictures import DRAWN, asked_layout, picture, stored_boxes
 
@@ -82,9 +82,7 @@ def _planned(
         "has_view": bool(layout.view),
         "plan": numbers
         | {
-            "amplification": numbers["bytes_read"] / numbers["bytes_needed"]
-            if numbers["bytes_needed"]
-            else None,
+            "amplification": amplification(plan),
             "files": [
                 {"name": "" if is_limited else name, "bytes": nbytes}
                 for name, nbytes in files[:_FILES]
