@@ -224,6 +224,24 @@ def test_saves_are_those_of_the_manifests(saved: Catalog) -> None:
         assert [s["step"] for s in json.loads(answer.body)["saves"]] == [1, 2]
 
 
+def test_of_very_many_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
+    writers = tuple(
+        WriterDoc(rank=rank, nbytes=1, seconds=float(rank), stall=0.0) for rank in range(100)
+    )
+    with Catalog(str(tmp_path / "c.db")) as catalog:
+        arrays: Arrays = {Key("w", "weight"): np.arange(12, dtype="f4")}
+        place = tmp_path / "run7" / "1"
+        write_packed(open_store(place), arrays, writers=writers, run="run7", step=1)
+        ucformat.register(place, catalog)
+        with serving(catalog) as ask:
+            page, data = both(ask, "/ui/saves/run7", "/ui/saves.json/run7")
+    (save,) = data["saves"]
+    assert [w["rank"] for w in save["writers"]] == list(range(36, 100))
+    assert (save["other_writers"], save["bytes"]) == (36, 100)
+    assert "36 more ranks" in page.text
+    assert next(row for row in page.rows if len(row) == 8)[2] == "100"
+
+
 @pytest.mark.matrix
 def test_saves_of_real_ranks(tmp_path: Path) -> None:
     from tests.torch.ranks import Ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.as_json import instant
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.web.library import Access, Library
 
+_WRITERS = 64  # of a save that are listed: our writers record no more
 _SAVES = 24  # the newest of a run, whose manifests are read
 
 
@@ -48,8 +50,9 @@ def saves_data(library: Library, access: Access, run: str) -> dict[str, Any]:
 
 
 def _saved(manifest: Manifest) -> dict[str, Any]:
-    """What a save recorded of its ranks: of many only those that wrote longest are listed."""
+    """What a save recorded of its ranks; of more than 64, those that wrote longest are listed."""
     writers = manifest.writers
+    longest = sorted(nlargest(_WRITERS, writers, key=lambda w: w.seconds), key=lambda w: w.rank)
     world = manifest.layout.get("world")
     seconds = max(writer.seconds for writer in writers)
     nbytes = sum(writer.nbytes for writer in writers)
@@ -66,6 +69,7 @@ def _saved(manifest: Manifest) -> dict[str, Any]:
                 "seconds": writer.seconds,
                 "stall": writer.stall,
             }
-            for writer in writers
+            for writer in longest
         ],
+        "other_writers": len(writers) - len(longest),
     }
