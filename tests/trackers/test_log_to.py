@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -70,6 +71,37 @@ def test_a_tracker_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "hunter22" not in str(warnings)
 
 
+def test_a_thread_that_cannot_be_started_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ucformat.torch.saving import handles
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    tracker = Kept()
+    async_save(STATE, tmp_path / "a").wait()  # whose writer has threads, too
+    monkeypatch.setattr(handles, "Thread", NoThread)
+    with caplog.at_level(logging.WARNING, "ucformat"):
+        saved = async_save(STATE, tmp_path / "b", log_to=tracker).wait()
+    assert ucformat.open(saved.url).id == saved.id
+    assert "no reference to" in caplog.text
+    assert tracker.references == []
+
+
+def test_the_run_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ucformat.jobs import logged
+
+    bound: list[Any] = []
+    real = logged.bind
+    monkeypatch.setattr(logged, "bind", lambda tracker: bound.append(tracker) or real(tracker))
+    tracker = Kept()
+    save(STATE, tmp_path / "a", log_to=tracker)
+    async_save(STATE, tmp_path / "b", log_to=tracker).wait()
+    assert bound == [tracker, tracker]
+
+
 def test_a_save_that_fails_is_not_logged(tmp_path: Path) -> None:
     tracker = Kept()
     save(STATE, tmp_path / "a")
@@ -98,6 +130,25 @@ def test_a_tracker_that_does_not_answer_delays_only_those_who_wait(tmp_path: Pat
     answer.set()
     handle.wait()
     assert len(tracker.references) == 1
+
+
+def test_a_tracker_that_does_not_answer_delays_no_save_of_a_manager(tmp_path: Path) -> None:
+    answer = threading.Event()
+
+    class Slow(Kept):
+        def log_checkpoint(self, reference: ucformat.Reference) -> None:
+            answer.wait(60)
+            super().log_checkpoint(reference)
+
+    tracker = Slow()
+    with Manager(tmp_path / "run7", asynchronous=True, log_to=tracker) as manager:
+        manager.save(1, STATE)
+        while manager.last is None:
+            time.sleep(0.01)
+        manager.save(2, STATE)
+        assert tracker.references == []
+        answer.set()
+    assert 2 in [r.step for r in tracker.references]
 
 
 def test_what_is_no_tracker_is_refused_before_anything_is_written(

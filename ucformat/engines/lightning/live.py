@@ -33,7 +33,6 @@ from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
 from ucformat.torch.saving.options import RunArguments, SaveOptions, TrainingLaunch
 from ucformat.torch.saving.save import prepare, save_in_group, save_local, saving_group
-from ucformat.torch.saving.tracked import logger_of
 from ucformat.torch.state.local import local_of
 from ucformat.torch.state.memory import torch_dtype
 from ucformat.torch.state.objects import Rng, decode, encode
@@ -138,8 +137,7 @@ class _Universal:
         arguments = _described(checkpoint, self._launch, self._arguments, logged)
         live = self._live(optimizers="optimizer_states" in checkpoint)
         with saving_group(url, "save", arguments) as ranks, ranks.sharing_errors():
-            state, options, metadata = prepare(live, url, ranks, arguments)
-            log = logger_of(arguments, ranks.rank)
+            state, options, metadata, log = prepare(live, url, ranks, arguments)
             if self.is_global_zero:  # type: ignore[attr-defined]
                 state = _with_rest(state, _without_tensors(checkpoint))
         if self._background:
@@ -254,8 +252,7 @@ class UniversalCheckpointIO(CheckpointIO):
             rest["optimizer_states"] = [_skeleton(state) for state in numbered]
         arguments = _described(checkpoint, self._launch, self._arguments)
         group = single_process_group()
-        state, options, metadata = prepare(named, str(path), group, arguments)
-        log = logger_of(arguments, group.rank)
+        state, options, metadata, log = prepare(named, str(path), group, arguments)
         log(save_in_group(_with_rest(state, rest), options, metadata, group).url)
 
     def load_checkpoint(

@@ -28,6 +28,7 @@ from ucformat.torch.manager.steps import (
     read_step,
 )
 from ucformat.torch.saving.asynchronous import async_save
+from ucformat.torch.saving.handles import saved_by
 from ucformat.torch.saving.options import RunArguments, SaveOptions, TrainingLaunch
 from ucformat.torch.saving.save import save
 
@@ -393,7 +394,7 @@ class Manager:
         pending = self._pending
         if pending is not None and not pending.recorded and pending.handle.committed:
             pending.recorded = True
-            self._committed(pending.handle.wait(), pending.step, first=pending.first)
+            self._committed(saved_by(pending.handle), pending.step, first=pending.first)
 
     def _settle(self) -> None:
         """Wait for the save in the background; a failure that was not raised yet is raised on all ranks."""
@@ -402,7 +403,7 @@ class Manager:
             return
         failure: Exception | None = None
         try:
-            saved = pending.handle.wait()
+            saved = saved_by(pending.handle)
         except Exception as error:  # noqa: BLE001 - raised on all ranks
             failure = error
         else:

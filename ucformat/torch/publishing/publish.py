@@ -178,8 +178,8 @@ class Publisher:
     ) -> Saved:
         with ranks.sharing_errors():
             arguments: SaveArguments = {**self._on(plan.base_url), "step": plan.number}  # type: ignore[typeddict-item] # mypy demands all
-            prepared = prepare(named(state), place, ranks, arguments)
-        return save_in_group(*prepared, ranks, self._kept)
+            local, options, metadata, _ = prepare(named(state), place, ranks, arguments)
+        return save_in_group(local, options, metadata, ranks, self._kept)
 
     def _plan(self, version: int | None) -> _Plan:
         """Decide on rank 0 what is saved."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ucformat.torch.comm.group import group_for_call, is_live
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.background import BackgroundWriter, close_writer, writers
+from ucformat.torch.saving.handles import saved_by
 from ucformat.torch.saving.save import prepare, saving_group, with_tracked_rows
-from ucformat.torch.saving.tracked import logger_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -150,13 +150,12 @@ def async_save(
     begun = time.monotonic()
     with saving_group(url, "async_save", arguments) as ranks:
         with ranks.sharing_errors():
-            local, options, metadata = prepare(state, url, ranks, arguments)
-        log = logger_of(arguments, ranks.rank)
+            local, options, metadata, log = prepare(state, url, ranks, arguments)
         local, options, interval = with_tracked_rows(local, options, arguments, ranks)
         with background_writer(ranks, in_flight) as writer:
             handle = writer.save(local, options, metadata, begun)
         if interval is not None:
-            interval.saved = lambda: handle.wait().id if handle.committed else None
+            interval.saved = lambda: saved_by(handle).id if handle.committed else None
         if arguments.get("log_to") is not None and not ranks.rank:
             handle.then(lambda saved: log(saved.url))
         return handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -14,7 +15,9 @@ from ucformat.torch.saving.save import Saved
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SaveHandle", "set_outcome", "wait_until_done"]
+__all__ = ["SaveHandle", "saved_by", "set_outcome", "wait_until_done"]
+
+_log = logging.getLogger("ucformat")
 
 
 class SaveHandle:
@@ -61,8 +64,13 @@ class SaveHandle:
                 act(self._done.result())
 
         # not a daemon: the program ends after it
-        self._last = Thread(target=wait_and_act, name="ucformat-then")
-        self._last.start()
+        thread = Thread(target=wait_and_act, name="ucformat-then")
+        try:
+            thread.start()
+        except RuntimeError as error:  # on this rank; the save goes on
+            _log.warning("no reference to %s will be logged: %s", self.url, error)
+            return
+        self._last = thread
 
     def wait(self, timeout: float | None = None) -> Saved:
         """Wait until the checkpoint is committed, and with `log_to` until a tracker knows of it.
@@ -101,3 +109,11 @@ def set_outcome(handle: SaveHandle, outcome: Saved | BaseException) -> None:
 def wait_until_done(handle: SaveHandle) -> None:
     """Wait until a save has ended, without raising its error."""
     handle._done.exception()  # noqa: SLF001
+
+
+def saved_by(handle: SaveHandle) -> Saved:
+    """As `wait`, but do not wait until a tracker knows of it, which only one rank would do."""
+    try:
+        return handle._done.result()  # noqa: SLF001
+    finally:
+        handle.retrieved = handle.done

@@ -285,19 +285,19 @@ def save(
     """
     with saving_group(url, "save", arguments) as ranks:
         with ranks.sharing_errors():
-            local, options, metadata = prepare(state, url, ranks, arguments)
-        return save_prepared(local, options, metadata, arguments, ranks)
+            prepared = prepare(state, url, ranks, arguments)
+        return save_prepared(*prepared, arguments, ranks)
 
 
 def save_prepared(
     local: LocalState,
     options: SaveOptions,
     metadata: SaveMetadata,
+    log: Callable[[str], None],
     arguments: SaveArguments,
     ranks: Group,
 ) -> Saved:
     """Save what `prepare` has collected, together with the other ranks of a group."""
-    log = logger_of(arguments, ranks.rank)
     local, options, interval = with_tracked_rows(local, options, arguments, ranks)
     saved = save_in_group(local, options, metadata, ranks)
     if interval is not None:
@@ -319,13 +319,13 @@ def prepare(
     url: str | PathLike[str],
     ranks: Group,
     arguments: SaveArguments,
-) -> tuple[LocalState, SaveOptions, SaveMetadata]:
-    """Collect what this rank saves, unless it is, and check the arguments of `save`."""
+) -> tuple[LocalState, SaveOptions, SaveMetadata, Callable[[str], None]]:
+    """Collect what this rank saves, unless it is, check the arguments of `save`, and bind its `log_to`."""
     # not above: the background writer does not import torch
     from ucformat.torch.state.local import LocalState, local_state
 
     options = SaveOptions.of(path_text(url), arguments)
-    logger_of(arguments, ranks.rank)  # on all ranks, an error of the first
+    log = logger_of(arguments, ranks.rank)
     local, live = (
         (state, {})
         if isinstance(state, LocalState)
@@ -346,7 +346,7 @@ def prepare(
                 hint="changed={name: mask}",
             )
     assets = {} if ranks.rank else assets_of(live, arguments.get("assets"), options.form)
-    return local, options, SaveMetadata.of(arguments, assets)
+    return local, options, SaveMetadata.of(arguments, assets), log
 
 
 def with_tracked_rows(
