@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -235,6 +236,26 @@ main()
     imported = program(command, tmp_path)
     assert [c["id"] for c in imported["checkpoints"]] == ids
     assert imported["checkpoints"][1]["earlier"] == {"loss": 1}
+
+
+def test_a_name_that_wandb_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    class Artifact:
+        def __init__(self, name: str, **_: Any) -> None:
+            names.append(name)
+
+        def new_file(self, name: str) -> Any:
+            return (tmp_path / name).open("w")
+
+        def add_reference(self, *_: Any, **__: Any) -> None: ...
+
+    package = types.SimpleNamespace(
+        Artifact=Artifact, run=types.SimpleNamespace(log_artifact=lambda _: None)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    save(STATE, tmp_path / "a", log_to="wandb", run="Größe_7.b", step=3)
+    assert names == ["Gr--e_7.b-3"]
 
 
 def test_wandb_there_and_back(tmp_path: Path) -> None:

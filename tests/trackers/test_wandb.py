@@ -127,13 +127,13 @@ def history(step: int, **values: str) -> bytes:
     return field(2, *items, field(2, b"\x08" + bytes([step])))
 
 
-def write_log(folder: Path, time: str, *records: bytes, id_: str = "run7") -> None:
-    """Write an offline run's log of records that W&B would write."""
+def write_log(folder: Path, time: str, *records: bytes, kinds: bytes = b"") -> None:
+    """Write the log of an offline run, of whole records, or of parts of these `kinds`."""
     data = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
-    for record in records:
-        checksum = zlib.crc32(record, zlib.crc32(b"\x01"))
-        data += struct.pack("<IHB", checksum, len(record), 1) + record
-    place = folder / f"offline-run-20261128_{time}-{id_}" / f"run-{id_}.wandb"
+    for record, kind in zip(records, kinds or b"\1" * len(records), strict=True):
+        checksum = zlib.crc32(record, zlib.crc32(bytes([kind])))
+        data += struct.pack("<IHB", checksum, len(record), kind) + record
+    place = folder / f"offline-run-20261128_{time}-run7" / "run-run7.wandb"
     place.parent.mkdir(parents=True)
     place.write_bytes(data)
 
@@ -162,6 +162,19 @@ def test_an_integer_beyond_all_floats(tmp_path: Path, catalog: ucformat.Catalog)
     write_log(tmp_path, "090000", history(0, loss="1" + "0" * 400, other="1"))
     imported = ucformat.import_runs("wandb", str(tmp_path), catalog)
     assert imported.left_out == {"integers beyond all floating-point numbers": 1}
+
+
+def test_a_record_of_too_many_parts(
+    tmp_path: Path, catalog: ucformat.Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ucformat.trackers import wandb
+
+    monkeypatch.setattr(wandb, "_MOST_PARTS", 8)
+    write_log(tmp_path, "090000", *[b""] * 9, kinds=b"\2" + b"\3" * 7 + b"\4")
+    with pytest.raises(
+        IntegrityError, match=r"at byte 7: a record has more than 268,435,456 bytes"
+    ):
+        ucformat.import_runs("wandb", str(tmp_path), catalog)
 
 
 def test_a_nested_value_of_the_configuration_is_removed_alone(
