@@ -16,7 +16,6 @@ from ucformat.format.structure import find_manifest
 from ucformat.jobs.gc import inspect_attempt
 from ucformat.jobs.removal import read_tombstone
 from ucformat.storage.url import open_store
-from ucformat.texts import count
 
 _LATER = datetime.max.replace(tzinfo=UTC)
 _ATTEMPTS = 100  # at a place, whose files are listed
@@ -102,7 +101,7 @@ def _add_begun(place: str, looked: Looked) -> None:
     current = manifest or read_tombstone(store)
     if len(attempts) > _ATTEMPTS:
         looked.unread[place] = (
-            f"of its {count(len(attempts))} attempts {_ATTEMPTS} were looked at; "
+            f"of its {len(attempts):,} attempts {_ATTEMPTS} were looked at; "
             "`ucp gc` removes those that were interrupted"
         )
     for attempt in attempts[:_ATTEMPTS]:

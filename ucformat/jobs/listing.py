@@ -23,7 +23,6 @@ from ucformat.errors import NotFound, UcformatError, first_names
 from ucformat.format.attempts import outside_attempts
 from ucformat.schema import MANIFEST, TOMBSTONE
 from ucformat.storage.local import LocalStore
-from ucformat.texts import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -195,8 +194,8 @@ def warning_of_gone(kept: Iterable[RetentionRow]) -> str | None:
         return None
     named = first_names((row.name for row in gone), 3)
     place = os.path.commonpath([os.path.dirname(url) for row in gone for url in row.places])  # noqa: PTH120 - of text
+    subject = "checkpoint no longer exists" if len(gone) == 1 else "checkpoints no longer exist"
     return (
-        f"of those to keep, {plural(len(gone), 'checkpoint')} no longer "
-        f"exist{'s' * (len(gone) == 1)} in storage, "
+        f"of those to keep, {len(gone):,} {subject} in storage, "
         f"and may displace others: {named}; ucp reindex {place} --forget, and plan again"
     )
