@@ -20,10 +20,12 @@ from tests.catalog.test_dependents import needing
 from ucformat.catalog import retention as retention_rows
 from ucformat.catalog import search
 from ucformat.catalog.catalog import Catalog
+from ucformat.catalog.changes import SettledLog
 from ucformat.catalog.document import compose
 from ucformat.catalog.models import Base
 from ucformat.catalog.recording import Found
 from ucformat.catalog.refs import parse_ref, resolve
+from ucformat.catalog.tracked import TrackedValues
 from ucformat.cli.main import ucp
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ WHOLE = {
     r"FROM event LEFT OUTER JOIN checkpoint .* ORDER BY event.id DESC": "stops at the limit, from the end",
     r"FROM metric \nWHERE metric.name = [^\n]+\n LIMIT": "stops at the first; PostgreSQL knows that there are many",
     r"SELECT checkpoint.serial( AS serial)? \nFROM checkpoint ?\n LIMIT": "stops at the limit",
-    r"max\(checkpoint.digest_block\)": "the end of an index",
+    r"max\((checkpoint.digest_block|event.id)\)": "the end of an index",
     r"FROM reached|AS reached": "PostgreSQL cannot estimate the length of a lineage; see the figures of the benchmark",
     r"^SELECT count\(\*\) AS count_1 \nFROM checkpoint \nWHERE \S+ = [^\n]+$": "`ucp ls` says how many there are",
     r"^select state, count\(\*\) from checkpoint group by state$": "`ucp catalog info` counts all",
@@ -234,6 +236,9 @@ def record(catalog: Catalog) -> None:
 
 #: A use of each public method.
 METHODS: dict[str, Callable[[Catalog], Any]] = {
+    "add_tracked": lambda c: c.add_tracked(
+        "mlflow", {c.get("run7@1").id: TrackedValues({"loss": 9.0}, {"run": "a"})}
+    ),
     "alias": lambda c: c.alias("best", "run7@5"),
     "alias_history": lambda c: c.alias_history("best"),
     "aliases": lambda c: c.aliases(),
@@ -244,6 +249,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
         ok=True,
         document={"layout": {"world": 1}, "counts": {}, "may_cast": False},
     ),
+    "changes": lambda c: c.changes(0, c.settled(SettledLog()), most=3),
     "commits": lambda c: c.commits("run7"),
     "contradiction": lambda c: c.contradiction(manifest(103, step=7), "/data/run7/3"),
     "count": lambda c: [c.count(where) for where in FILTERS],
@@ -300,6 +306,7 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
         c.runs("run = 'run7' and step > 3", metric="loss", mode="max"),
     ],
     "sql": lambda c: c.sql("select id from checkpoint limit 1", trust_role=True),
+    "settled": lambda c: c.settled(SettledLog()),
     "tag": lambda c: c.tag("run7@8", "kept"),
     "tensors": lambda c: c.tensors("run7@1"),
     "unalias": lambda c: c.unalias("best"),

@@ -96,7 +96,12 @@ def test_the_run_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     bound: list[Any] = []
     real = logged.bind
-    monkeypatch.setattr(logged, "bind", lambda tracker: bound.append(tracker) or real(tracker))
+
+    def bind(tracker: Any) -> Any:
+        bound.append(tracker)
+        return real(tracker)
+
+    monkeypatch.setattr(logged, "bind", bind)
     tracker = Kept()
     save(STATE, tmp_path / "a", log_to=tracker)
     async_save(STATE, tmp_path / "b", log_to=tracker).wait()
