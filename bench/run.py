@@ -44,6 +44,7 @@ BENCHMARKS = {
     "load_into": "Filling a module for inference",
     "devices": "Devices",
     "serve": "Serving",
+    "pages": "Pages of large catalogs",
     "in_place": "Weights as safetensors files",
     "ranks": "Plans of many ranks",
     "large": "A state of 8 GB",
