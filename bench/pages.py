@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 RUN = "run07"
 PAGES = {
-    "newest": "/ui/",
-    "filter": f"/ui/?where={quote(FILTER)}&sort={SORT}",
-    "rare": f"/ui/?where={quote('tag = release and run = ' + repr(RUN))}",
-    "later": "/ui/?offset=5000",
-    "completion": "/ui/complete?where=" + quote("config.opt"),
-    "run": f"/ui/run/{RUN}",
+    "the newest": "/ui/",
+    "configuration, metric and tag, sorted": f"/ui/?where={quote(FILTER)}&sort={SORT}",
+    "a rare tag of a run": "/ui/?where=" + quote(f"tag = 'release' and run = '{RUN}'"),
+    "after the newest 5,000": "/ui/?offset=5000",
+    "completion of a filter": "/ui/complete?where=" + quote("config.opt"),
+    "a run": f"/ui/run/{RUN}",
 }
 CATALOGS = {
     "10,000 x 1,000": (Plan(10_000, 1_000), 100),
@@ -43,7 +43,7 @@ LARGEST = 300_000  # bytes of a page
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     times: dict[str, dict[str, float]] = {}
     sizes: dict[str, int] = dict.fromkeys(PAGES, 0)
@@ -61,10 +61,10 @@ def main() -> None:
     print(f"Filled in {', '.join(filled)}. Milliseconds, median of {rounds}:\n")
     print(
         table(
-            ["", *CATALOGS, "bytes"],
+            ["page", *CATALOGS, "bytes"],
             [
                 [
-                    f"`{PAGES[page]}`",
+                    page,
                     *(f"{t[page]:.0f}" for t in times.values()),
                     f"{sizes[page]:,}",
                 ]
