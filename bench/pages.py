@@ -13,7 +13,6 @@ import time
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 from bench.catalog import FILTER, SORT
@@ -21,9 +20,6 @@ from bench.catalog_fill import Plan, fill
 from bench.common import median, table, targets
 from bench.serve import running_ucp
 from ucformat.catalog.catalog import Catalog
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 RUN = "run07"
 PAGES = {
@@ -85,7 +81,7 @@ def main() -> None:
     )
 
 
-def measure(place: str, rounds: int, sizes: dict[str, int]) -> Mapping[str, float]:
+def measure(place: str, rounds: int, sizes: dict[str, int]) -> dict[str, float]:
     """The median milliseconds of each page; the largest sizes are noted."""
     times: dict[str, list[float]] = {page: [] for page in PAGES}
     for number in range(rounds + 1):
