@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UsageError
+from ucformat.geometry.box import unravel
 from ucformat.texts import clean, count, plural, shorten
 
 if TYPE_CHECKING:
@@ -192,13 +193,10 @@ def _rectangles(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int, int,
     unit = prod(shape[inner:-1])
     rows = (size[outer] if size else 1) * unit
     for number in range(prod(size[:outer])):  # `product` would store the indices of every dim first
-        index, rest = [0] * outer, number
-        for d in reversed(range(outer)):
-            rest, at = divmod(rest, size[d])
-            index[d] = start[d] + at
+        within = (*unravel(number, size[:outer]), *(0,) * (inner - outer))
         row = 0
-        for at, extent in zip((*index, *start[outer:inner]), shape[:inner], strict=True):
-            row = row * extent + at
+        for at, begin, extent in zip(within, start, shape[:inner], strict=False):
+            row = row * extent + begin + at
         yield row * unit, column, rows, columns
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +17,7 @@ from tensorboardX import SummaryWriter
 import ucformat
 from tests.torch.ranks import Ranks
 from tests.trackers.log_to_program import Kept
+from tests.trackers.running import last_line_of
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.torch import Manager, async_save, save
 
@@ -197,19 +196,6 @@ def test_tensorboard_there_and_back(tmp_path: Path) -> None:
         assert catalog.get("run7@3").metrics == {"loss": 0.5}
 
 
-def program(text: str, folder: Path, **variables: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", text],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={**os.environ, **variables},
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 SAVES = """
 import sys, json, torch, ucformat
 from ucformat.torch import save, async_save
@@ -231,14 +217,14 @@ import mlflow
 mlflow.set_tracking_uri("sqlite:///m.db")
 mlflow.set_experiment("e")
 with mlflow.start_run(run_name="x"):"""
-    ids = program(SAVES.format("mlflow", begin), tmp_path)
+    ids = json.loads(last_line_of(tmp_path, "-c", SAVES.format("mlflow", begin)))
     command = """
 import sys
 from ucformat.cli.main import main
 sys.argv = ["ucp", "import", "mlflow", "sqlite:///m.db", "--json"]
 main()
 """
-    imported = program(command, tmp_path)
+    imported = json.loads(last_line_of(tmp_path, "-c", command))
     assert [c["id"] for c in imported["checkpoints"]] == ids
     assert imported["checkpoints"][1]["earlier"] == {"loss": 1}
 
@@ -266,7 +252,9 @@ def test_a_name_that_wandb_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_wandb_there_and_back(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
     begin = "import wandb\nwith wandb.init(mode='offline', dir='.', name='x') as run:"
-    ids = program(SAVES.format("wandb", begin), tmp_path, WANDB_SILENT="true")
+    ids = json.loads(
+        last_line_of(tmp_path, "-c", SAVES.format("wandb", begin), WANDB_SILENT="true")
+    )
     with ucformat.Catalog() as catalog:
         imported = ucformat.import_runs("wandb", str(tmp_path / "wandb"), catalog)
         assert [c.id for c in imported.checkpoints] == ids

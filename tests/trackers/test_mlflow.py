@@ -22,6 +22,7 @@ import ucformat
 from tests.catalog.manifests import manifest
 from tests.patience import PATIENCE
 from tests.trackers.conftest import metric, of_run
+from tests.trackers.running import last_line_of
 from ucformat.errors import NotFound, UnsupportedError
 
 if TYPE_CHECKING:
@@ -35,16 +36,7 @@ REFERRED = manifest(1).id  # run7@200
 
 
 def write(uri: str, folder: Path, **variables: str) -> Ids:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(PROGRAM), uri, REFERRED],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={**os.environ, **variables},
-    )
-    assert done.returncode == 0, done.stderr
-    ids: Ids = json.loads(done.stdout.splitlines()[-1])
+    ids: Ids = json.loads(last_line_of(folder, str(PROGRAM), uri, REFERRED, **variables))
     return ids
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import struct
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 import ucformat
 from tests.catalog.manifests import manifest
 from tests.trackers.conftest import metric, of_run
+from tests.trackers.running import last_line_of
 from ucformat.errors import IntegrityError, NotFound, UnsupportedError, UsageError
 
 PROGRAM = Path(__file__).with_name("wandb_program.py")
@@ -27,15 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder `wandb` of some runs."""
     pytest.importorskip("wandb", reason="needs W&B: pip install wandb")
     folder = tmp_path_factory.mktemp("wandb")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(PROGRAM), REFERRED],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "WANDB_SILENT": "true"},
-    )
-    assert done.returncode == 0, done.stderr
+    last_line_of(folder, str(PROGRAM), REFERRED, WANDB_SILENT="true")
     return folder / "wandb"
 
 

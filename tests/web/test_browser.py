@@ -72,6 +72,11 @@ class Walk:
                 return
         raise AssertionError(f"the key Tab does not lead to {selector}")
 
+    def enter(self) -> None:
+        """Press Enter where it leads to another page."""
+        with self.page.expect_navigation():
+            self.page.keyboard.press("Enter")
+
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1600])
@@ -97,13 +102,11 @@ def test_a_walk_by_keyboard(stored: Catalog, chromium: Any, scheme: str, width: 
         for _ in range(2):
             walk.focus("input[type=checkbox]")
             page.keyboard.press("Space")
-        with page.expect_navigation():
-            page.keyboard.press("Enter")
+        walk.enter()
         assert "run7@2" in page.locator("h1").inner_text()
         walk.check()
         walk.focus("a[href*='values=sample']")
-        with page.expect_navigation():
-            page.keyboard.press("Enter")
+        walk.enter()
         assert page.locator("[aria-labelledby=distances] tr").count() == 5
         walk.check()
         page.goto(f"{ask.url}/ui/run/run7")
@@ -119,13 +122,11 @@ def test_a_walk_by_keyboard(stored: Catalog, chromium: Any, scheme: str, width: 
         page.goto(f"{ask.url}/ui/tensor/run7@2/model.layers.1.w")
         walk.focus("#layout")
         page.keyboard.type("0:4")
-        with page.expect_navigation():
-            page.keyboard.press("Enter")
+        walk.enter()
         assert page.locator("svg rect[fill-opacity]").count() == 4
         walk.check()
         walk.focus("a[href*='along=run']")
-        with page.expect_navigation():
-            page.keyboard.press("Enter")
+        walk.enter()
         assert page.locator("[aria-labelledby=along] tr").count() == 3
         walk.check()
         page.goto(f"{ask.url}/ui/plan/run7@2")
@@ -136,20 +137,17 @@ def test_a_walk_by_keyboard(stored: Catalog, chromium: Any, scheme: str, width: 
         )
         walk.focus("input[name=rank]")
         page.keyboard.type("1")
-        with page.expect_navigation():
-            page.keyboard.press("Enter")
+        walk.enter()
         assert page.locator("svg rect[fill-opacity]").count() == 1
         walk.check()
         page.goto(f"{ask.url}/ui/saves/run7")
         walk.check()
         walk.focus("header nav a[href='/ui/retention']")
-        with page.expect_navigation():
-            page.keyboard.press("Enter")
+        walk.enter()
         walk.focus("#policy")
         page.keyboard.type("{version: 1, keep: {last: 1}}")
         walk.focus("form.filter button")
-        with page.expect_navigation():
-            page.keyboard.press("Enter")
+        walk.enter()
         assert page.locator("[aria-labelledby=kept] tr").count() > 1
         walk.check()
         page.goto(f"{ask.url}/ui/jobs")

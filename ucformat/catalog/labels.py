@@ -322,9 +322,13 @@ def add_note(connection: Connection, serial: int, text: str, stamp: Stamp) -> No
     event(connection, "note", stamp, serial)
 
 
+def is_name(text: str) -> bool:
+    """Whether a text may name a metric, tag or alias: it is printable, and neither begins nor ends with whitespace."""
+    return bool(text) and text == text.strip() and text.isprintable()
+
+
 def _check_name(kind: str, name: str) -> None:
-    """UsageError unless a name is printable, and does not begin or end with whitespace."""
-    if not name or name != name.strip() or not name.isprintable():
+    if not is_name(name):
         raise UsageError(
             f"{name!r} cannot be {kind}",
             hint="use printable characters, without spaces at the beginning or end",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -43,9 +43,9 @@ class Begun:
     is_running: bool | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Looked:
-    """What was found in a folder.
+    """What a look at a folder has told.
 
     Attributes:
         has_more: whether it has more folders than were looked at.
@@ -69,7 +69,7 @@ def begun_below(folder: str, most: int) -> Looked:
         with os.scandir(folder) as entries:
             folders = (entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
             places += islice(folders, most)
-            looked = replace(looked, has_more=next(folders, None) is not None)
+            looked.has_more = next(folders, None) is not None
     except OSError as error:
         looked.unread[folder] = _why(error)
     for place in places:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crc32c import crc32c
 
 from ucformat.errors import IntegrityError
 from ucformat.jobs.logged import TAG
-from ucformat.trackers.protobuf import MOST_BYTES, Message
+from ucformat.trackers.protobuf import MOST_BYTES, Message, damaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,11 +77,7 @@ def read_events(store: Store, key: str, size: int) -> EventFile:
     return events
 
 
-def _damaged(store: Store, key: str, at: int, why: str) -> IntegrityError:
-    return IntegrityError(
-        f"{store.url}/{key} is damaged at byte {at:,}: {why}",
-        hint="move the file away to import what others have",
-    )
+_damaged = partial(damaged, hint="move the file away to import what others have")
 
 
 def _records(

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.catalog.filter.syntax import Text
+from ucformat.catalog.labels import is_name
 from ucformat.catalog.lines import line_to, lines, path_of
 from ucformat.catalog.models import storable_json
 from ucformat.catalog.tracked import TrackedValues
@@ -92,9 +93,9 @@ class _Choice:
                 matches.append(self._referenced(run, references))
             else:
                 named[run.name].append(run)
-        known = {entry.name for entry in self.catalog.runs()} & named.keys()
+        in_catalog = {entry.name for entry in self.catalog.runs()}
         for name, runs in named.items():
-            if name not in known:
+            if name not in in_catalog:
                 reason = f"the catalog has no run {name!r}, and no checkpoint was logged to it"
                 self.unmatched |= {str(run): reason for run in runs}
                 continue
@@ -218,10 +219,10 @@ def import_runs(
         UnsupportedError: the tracker, or this kind of url, cannot be read.
     """
     check_choice("rewound", rewound, (None, "keep", "drop"))
-    found = _runs_of(tracker, url, experiments, step_key)
+    tracked = _runs_of(tracker, url, experiments, step_key)
     choice = _Choice(_TITLES[tracker], catalog)
-    left_out = Counter(found.left_out)
-    matches = _matches(choice, found.runs, runs)
+    left_out = Counter(tracked.left_out)
+    matches = _matches(choice, tracked.runs, runs)
     _check_disjoint(choice.title, matches)
     checkpoints, values = [], dict[str, TrackedValues]()
     names = set[str]()
@@ -324,7 +325,7 @@ def _chosen(metrics: Mapping[str, Any], patterns: Sequence[str]) -> tuple[dict[s
         for name, points in metrics.items()
         if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-    good = {n: p for n, p in fitting.items() if n and n == n.strip() and n.isprintable()}
+    good = {name: points for name, points in fitting.items() if is_name(name)}
     return good, len(fitting) - len(good)
 
 

@@ -46,13 +46,13 @@ def mlflow_runs(url: str, experiments: Sequence[str] = ()) -> TrackedRuns:
         ) from None
     with _telling(), _never_changing(url):
         client = MlflowClient(uri)
-        known = {e.name: e.experiment_id for e in _paged(client.search_experiments)}
-        if absent := sorted(set(experiments) - known.keys()):
+        by_name = {e.name: e.experiment_id for e in _paged(client.search_experiments)}
+        if absent := sorted(set(experiments) - by_name.keys()):
             raise NotFound(
                 f"{shown_url(url)} has no experiment {absent[0]!r}",
-                hint=f"it has {first_names(sorted(known), _MOST_NAMED)}",
+                hint=f"it has {first_names(sorted(by_name), _MOST_NAMED)}",
             )
-        ids = [known[name] for name in experiments] if experiments else list(known.values())
+        ids = [by_name[name] for name in experiments] if experiments else list(by_name.values())
         search = partial(client.search_runs, ids, run_view_type=ViewType.ALL, max_results=_PAGE)
         all_runs = list(_paged(search)) if ids else []
         references = _references(client, ids)

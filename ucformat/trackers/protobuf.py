@@ -10,11 +10,18 @@ from ucformat.errors import IntegrityError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ucformat.storage.base import Store
+
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _MOST_SHIFTS = 63  # of a number of 64 bits
 #: The most bytes of a record that is one message.
 MOST_BYTES = 256 << 20
 _MOST_FIELDS = 1 << 20  # a field of two bytes takes a hundred times as many in memory
+
+
+def damaged(store: Store, key: str, at: int, why: str, *, hint: str) -> IntegrityError:
+    """The error for a log of messages that cannot be read from a byte on."""
+    return IntegrityError(f"{store.url}/{key} is damaged at byte {at:,}: {why}", hint=hint)
 
 
 class Message:

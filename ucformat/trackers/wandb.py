@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ucformat.jobs.logged import ID_TAG
 from ucformat.redacted import learn_url, shown_url
 from ucformat.storage.url import open_store, split_url
 from ucformat.trackers.content import Point, TrackedContent, TrackedRun, TrackedRuns, joined
-from ucformat.trackers.protobuf import MOST_BYTES, Message
+from ucformat.trackers.protobuf import MOST_BYTES, Message, damaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAGIC = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 _BLOCK, _HEADER = 32 << 10, struct.Struct("<IHB")
+_READ_BYTES = 128 * _BLOCK
 _MOST_PARTS = MOST_BYTES // _BLOCK
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 # fields of the records (wandb/proto/wandb_internal.proto)
@@ -107,11 +109,7 @@ def _read(store: Store, key: str, size: int) -> _Log:
     return log
 
 
-def _damaged(store: Store, key: str, at: int, why: str) -> IntegrityError:
-    return IntegrityError(
-        f"{store.url}/{key} is damaged at byte {at:,}: {why}",
-        hint="move the folder away to import the other runs",
-    )
+_damaged = partial(damaged, hint="move the folder away to import the other runs")
 
 
 def _records(
@@ -119,8 +117,7 @@ def _records(
 ) -> Iterator[tuple[int, bytes]]:
     """The offset and the data of each record, of which W&B cuts large ones into parts, and pads blocks."""
     begun, parts = 0, list[bytes]()
-    for block in range(0, size, _BLOCK):
-        data = store.read(key, block, min(_BLOCK, size - block))
+    for block, data in _blocks(store, key, size):
         at = 0
         if not block:
             if data[: len(_MAGIC)] != _MAGIC[: len(data)]:
@@ -147,6 +144,14 @@ def _records(
             parts.append(b"")  # unfinished
     if parts:
         ignored["unfinished records at the ends of logs"] += 1
+
+
+def _blocks(store: Store, key: str, size: int) -> Iterator[tuple[int, bytes]]:
+    """The offset and the data of each block, many of which are read at once."""
+    for begin in range(0, size, _READ_BYTES):
+        content = store.read(key, begin, min(_READ_BYTES, size - begin))
+        for at in range(0, len(content), _BLOCK):
+            yield begin + at, content[at : at + _BLOCK]
 
 
 def _add(log: _Log, record: Message) -> None:

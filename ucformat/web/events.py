@@ -272,7 +272,7 @@ class EventStream:
         self._listeners, self._access = listeners, access
         self._positions = Positions(listeners.catalog.database.identity)
         self._last = self._positions.open(last) if last else None
-        self._told: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
+        self._last_data: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request; see ASGI."""
@@ -309,9 +309,8 @@ class EventStream:
     async def _tell(self, send: Send, position: int, gone: asyncio.Future[None]) -> None:
         listeners = self._listeners
         now = asyncio.get_running_loop().time
-        due = (
-            now() + _HEARTBEAT
-        )  # since the last that was sent: what is hidden may move all the time
+        # since the last that was sent: what is hidden may move all the time
+        due = now() + _HEARTBEAT
         while not gone.done() and not listeners.is_closed:
             if listeners.failure is not None:
                 raise listeners.failure
@@ -333,13 +332,13 @@ class EventStream:
     def _is_news(self, message: Message) -> bool:
         """Whether this client does not know it yet, and may."""
         key = (message.kind, message.name)
-        told = self._told.pop(key, None)
-        if told is None and not message.is_known:
+        last = self._last_data.pop(key, None)
+        if last is None and not message.is_known:
             return False
-        self._told[key] = message.data
-        while len(self._told) > _REMEMBERED:
-            self._told.popitem(last=False)
-        return told != message.data
+        self._last_data[key] = message.data
+        while len(self._last_data) > _REMEMBERED:
+            self._last_data.popitem(last=False)
+        return last != message.data
 
 
 async def _full(scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,7 +8,14 @@ from ucformat.errors import UcformatError, UsageError
 from ucformat.geometry.tensor import TensorList
 from ucformat.web.contents import Opened
 from ucformat.web.measuring import norms_along_run
-from ucformat.web.pictures import DRAWN, asked_layout, is_short, picture, stored_boxes
+from ucformat.web.pictures import (
+    DRAWN,
+    asked_layout,
+    boxes_data,
+    is_short,
+    picture,
+    stored_boxes,
+)
 from ucformat.web.sampling import sample
 
 if TYPE_CHECKING:
@@ -96,16 +103,7 @@ def _ranks(
         number += len(boxes)
         if number > _BOXES:
             raise UsageError(f"the ranks hold more than {_BOXES:,} boxes of this tensor")
-        elements = sum(box.size for box in boxes)
-        ranks.append(
-            {
-                "rank": rank,
-                "boxes": [str(box) for box in boxes[:4]],
-                "others": max(0, len(boxes) - 4),
-                "elements": elements,
-                "bytes": elements * info.itemsize,
-            }
-        )
+        ranks.append({"rank": rank, **boxes_data(boxes, info)})
         for box in boxes:
             if box in drawn or len(drawn) < DRAWN:
                 drawn.setdefault(box, []).append(rank)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 #: Boxes of a kind that are drawn.
 DRAWN = 2000
 _FILES = 50  # that are listed
+_SPELLED = 4  # boxes of a tensor
 _SHORT = re.compile(r"(-?[0-9]{1,2}):([0-9]{1,7})", re.ASCII)
 
 
@@ -68,6 +69,17 @@ def stored_boxes(ck: Checkpoint, info: TensorInfo) -> tuple[list[Box], int, list
         number += math.prod(extent.grid) if isinstance(extent, Tiles) else 1
         boxes += (e.box for e in islice(single_extents((extent,)), DRAWN - len(boxes)))
     return boxes, number - len(boxes), list(files)
+
+
+def boxes_data(boxes: Sequence[Box], info: TensorInfo) -> dict[str, Any]:
+    """Boxes of a tensor: the first of them, how many others there are, and how much all have."""
+    elements = sum(box.size for box in boxes)
+    return {
+        "boxes": [str(box) for box in boxes[:_SPELLED]],
+        "others": max(0, len(boxes) - _SPELLED),
+        "elements": elements,
+        "bytes": elements * info.itemsize,
+    }
 
 
 def picture(

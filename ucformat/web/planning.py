@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import UcformatError, UsageError
 from ucformat.reading.rank import amplification, plan_data
 from ucformat.web.contents import Opened
-from ucformat.web.pictures import DRAWN, asked_layout, picture, stored_boxes
+from ucformat.web.pictures import DRAWN, asked_layout, boxes_data, picture, stored_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _RANKS = 1 << 20
 _FILES = 100  # of which most is read, that are listed
 _TENSORS = 200  # the largest parts
-_BOXES = 4  # of a tensor, that are spelled out
 _DIGITS = 9
 
 
@@ -68,8 +67,8 @@ def _planned(
     numbers = plan_data(plan)
     files = sorted(numbers["files"].items(), key=lambda file: (-file[1], file[0]))
     parts = _parts(plan)
-    largest = sorted(parts.values(), key=lambda part: -_elements(part) * part[0].itemsize)
-    listed = [_tensor(info, boxes) for info, boxes in largest[:_TENSORS]]
+    largest = sorted(parts.values(), key=_nbytes, reverse=True)
+    listed = [_about(info) | boxes_data(boxes, info) for info, boxes in largest[:_TENSORS]]
     wanted = (asked.get("tensor", ""), asked.get("of", ""))
     drawn = next(
         (part for key, part in parts.items() if tuple(key) == wanted),
@@ -104,21 +103,17 @@ def _parts(plan: ReadPlan) -> dict[Key, tuple[TensorInfo, list[Box]]]:
     return parts
 
 
-def _elements(part: tuple[TensorInfo, list[Box]]) -> int:
-    return sum(box.size for box in part[1])
+def _nbytes(part: tuple[TensorInfo, list[Box]]) -> int:
+    info, boxes = part
+    return info.itemsize * sum(box.size for box in boxes)
 
 
-def _tensor(info: TensorInfo, boxes: list[Box]) -> dict[str, Any]:
-    elements = _elements((info, boxes))
+def _about(info: TensorInfo) -> dict[str, Any]:
     return {
         "name": info.name,
         "state": info.state,
         "shape": list(info.shape),
         "dtype": info.dtype,
-        "boxes": [str(box) for box in boxes[:_BOXES]],
-        "others": max(0, len(boxes) - _BOXES),
-        "elements": elements,
-        "bytes": elements * info.itemsize,
     }
 
 

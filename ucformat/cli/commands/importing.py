@@ -199,14 +199,14 @@ def _lines(imported: ImportedRuns, wanted: Wanted) -> Iterator[str]:
 
 def _earlier(checkpoints: Sequence[ImportedCheckpoint]) -> Iterator[str]:
     """How old the values are that were not logged at the step of their checkpoint."""
-    names: dict[str, int] = {}
+    by_metric: dict[str, list[ImportedCheckpoint]] = {}
     for c in checkpoints:
         for name in c.earlier:
-            names[name] = names.get(name, 0) + 1
-    for name, number in sorted(names.items()):
-        c = next(c for c in checkpoints if name in c.earlier)
+            by_metric.setdefault(name, []).append(c)
+    for name, theirs in sorted(by_metric.items()):
+        c = theirs[0]
         yield (
-            f"  from earlier  {name} of {plural(number, 'checkpoint')}: none was logged at its step, as for "
+            f"  from earlier  {name} of {plural(len(theirs), 'checkpoint')}: none was logged at its step, as for "
             f"{c.name}, which has that of step {count(c.earlier[name])}"
         )
 

@@ -142,10 +142,12 @@ class _Universal:
                 state = _with_rest(state, _without_tensors(checkpoint))
         if self._background:
             self._handle = async_save_local(state, options, metadata)
-            if arguments.get("log_to") is not None:
+            if log is not None:
                 self._handle.then(lambda saved: log(saved.url))
         else:
-            log(save_local(state, options, metadata).url)
+            saved = save_local(state, options, metadata)
+            if log is not None:
+                log(saved.url)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Load the live model and optimizers, and return what Lightning restores itself."""
@@ -253,7 +255,9 @@ class UniversalCheckpointIO(CheckpointIO):
         arguments = _described(checkpoint, self._launch, self._arguments)
         group = single_process_group()
         state, options, metadata, log = prepare(named, str(path), group, arguments)
-        log(save_in_group(_with_rest(state, rest), options, metadata, group).url)
+        saved = save_in_group(_with_rest(state, rest), options, metadata, group)
+        if log is not None:
+            log(saved.url)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: Any = None

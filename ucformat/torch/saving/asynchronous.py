@@ -156,7 +156,7 @@ def async_save(
             handle = writer.save(local, options, metadata, begun)
         if interval is not None:
             interval.saved = lambda: saved_by(handle).id if handle.committed else None
-        if arguments.get("log_to") is not None and not ranks.rank:
+        if log is not None:
             handle.then(lambda saved: log(saved.url))
         return handle
 

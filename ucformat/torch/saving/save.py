@@ -293,7 +293,7 @@ def save_prepared(
     local: LocalState,
     options: SaveOptions,
     metadata: SaveMetadata,
-    log: Callable[[str], None],
+    log: Callable[[str], None] | None,
     arguments: SaveArguments,
     ranks: Group,
 ) -> Saved:
@@ -302,7 +302,8 @@ def save_prepared(
     saved = save_in_group(local, options, metadata, ranks)
     if interval is not None:
         interval.saved = lambda: saved.id
-    log(saved.url)
+    if log is not None:
+        log(saved.url)
     return saved
 
 
@@ -319,7 +320,7 @@ def prepare(
     url: str | PathLike[str],
     ranks: Group,
     arguments: SaveArguments,
-) -> tuple[LocalState, SaveOptions, SaveMetadata, Callable[[str], None]]:
+) -> tuple[LocalState, SaveOptions, SaveMetadata, Callable[[str], None] | None]:
     """Collect what this rank saves, unless it is, check the arguments of `save`, and bind its `log_to`."""
     # not above: the background writer does not import torch
     from ucformat.torch.state.local import LocalState, local_state

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ucformat")
 
 
-def logger_of(arguments: RunArguments, rank: int) -> Callable[[str], None]:
-    """A function that logs a reference to the checkpoint at a place, as `log_to` says, on rank 0.
+def logger_of(arguments: RunArguments, rank: int) -> Callable[[str], None] | None:
+    """A function that logs a reference to the checkpoint at a place; None without `log_to`, and on other ranks than 0.
 
     It logs to the run that is active now. A failure of that function is a warning, since the checkpoint is committed.
 
@@ -26,7 +26,7 @@ def logger_of(arguments: RunArguments, rank: int) -> Callable[[str], None]:
     """
     tracker = arguments.get("log_to")
     if tracker is None or rank:
-        return _log_nothing
+        return None
     from ucformat.jobs.logged import bind, reference_to  # few saves need it
 
     log, certified = bind(tracker), arguments.get("certify") or None
@@ -41,7 +41,3 @@ def logger_of(arguments: RunArguments, rank: int) -> Callable[[str], None]:
             )
 
     return log_place
-
-
-def _log_nothing(_: str) -> None:
-    pass
