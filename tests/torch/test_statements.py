@@ -343,14 +343,16 @@ def test_what_is_the_same_on_ranks_is_reported_once() -> None:
         write_report(
             rank,
             StateInfo((), {}, {"rng": rank}, ({"params": ["a"]},), {}, {}, {}),
-            WrittenByRank([], {}, 0, {}),
-            1.0,
-            0.5,
+            WrittenByRank([], {}, 0, 0.0, {}),
+            (1.0, 0.5, 0.0, 0.0),
+            0,
         )
         for rank in range(9)
     ]
     odd = StateInfo((), {}, {}, ({"params": ["b"]},), {}, {}, {})
-    reports.insert(4, write_report(9, odd, WrittenByRank([], {"step": 1}, 0, {}), 1.0, 0.5))
+    reports.insert(
+        4, write_report(9, odd, WrittenByRank([], {"step": 1}, 0, 0.0, {}), (1.0, 0.5, 0.0, 0.0), 0)
+    )
     merged = functools.reduce(merge_reports, reports)
     assert len({r.state for r in merged.ranks}) == 2
     assert len(merged.states) == 2

@@ -125,11 +125,25 @@ class GroupDoc(_ManifestPart):
     flattened: bool = False
 
 
+class ReaderDoc(_ManifestPart):
+    """What one of the ranks that loaded did: bytes read, and seconds for all and for each phase of it.
+
+    `retries` are requests that it repeated because the storage failed.
+    """
+
+    rank: Size
+    nbytes: Size
+    seconds: Finite
+    phases: dict[Text, Finite] = {}
+    retries: Size = 0
+
+
 class LineageDoc(_ManifestPart):
     """What this checkpoint was made from; `commits` is what that one counts, as far as is known.
 
     `how` tells more of how it was made, such as the method of a merge and the weight of this
-    origin. Kinds that are not in `LINEAGE_KINDS` are of later versions and of vendors.
+    origin. Kinds that are not in `LINEAGE_KINDS` are of later versions and of vendors. `readers` are
+    the ranks that loaded this origin, or the slowest of many.
     """
 
     kind: Annotated[Text, Field(examples=list(LINEAGE_KINDS))]
@@ -138,6 +152,7 @@ class LineageDoc(_ManifestPart):
     engine: dict[str, str] = {}
     commits: Commits | None = None
     how: Values = {}
+    readers: tuple[ReaderDoc, ...] = ()
 
 
 class LaunchDoc(_ManifestPart):
@@ -169,12 +184,18 @@ class VerifiedDoc(_ManifestPart):
 
 
 class WriterDoc(_ManifestPart):
-    """What one of the ranks that saved did: bytes written, seconds for that, seconds for which training stood still."""
+    """What one of the ranks that saved did: bytes written, seconds for that, seconds for which training stood still.
+
+    `phases` are seconds by what they were spent on. `retries` are requests that it repeated because
+    the storage failed.
+    """
 
     rank: Size
     nbytes: Size
     seconds: Finite
     stall: Finite
+    phases: dict[Text, Finite] = {}
+    retries: Size = 0
 
 
 class Manifest(_ManifestPart):

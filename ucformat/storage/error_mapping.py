@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import random
 import re
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -38,6 +39,26 @@ _BUSY = {"408", "409", "429"}  # retried, as are all 5xx
 _NO_BUCKET = "NoSuchBucket"
 
 
+class _Retries:
+    """How often this process has repeated a request."""
+
+    def __init__(self) -> None:
+        self._count, self._lock = 0, threading.Lock()
+
+    def add(self) -> None:
+        """Count one."""
+        with self._lock:
+            self._count += 1
+
+    def __int__(self) -> int:
+        return self._count
+
+
+#: The requests that this process has repeated because the storage failed; those that obstore repeats
+#: are not among them.
+retries = _Retries()
+
+
 def retry(action: str, name: str, call: Callable[[], T], deadline: float) -> T:
     """Call a function that makes an idempotent request, and retry it while the error is transient.
 
@@ -55,6 +76,7 @@ def retry(action: str, name: str, call: Callable[[], T], deadline: float) -> T:
             final = not is_transient(error) or time.monotonic() - begun + wait > deadline
         if final:
             raise failure from None  # outside the block above, where the library's error would be its context
+        retries.add()
         time.sleep(random.uniform(wait / 2, wait))  # noqa: S311 - not a secret
         wait = min(2 * wait, _LONGEST)
 

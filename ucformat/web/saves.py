@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.as_json import instant
 from ucformat.catalog.filter.syntax import quoted
 from ucformat.errors import UcformatError
+from ucformat.jobs.timings import save_timings
 from ucformat.web.library import NoRepository
 
 if TYPE_CHECKING:
-    from ucformat.schema.manifest import Manifest
     from ucformat.web.library import Access, Library
 
-_WRITERS = 64  # of a save that are listed: our writers record no more
 _SAVES = 24  # the newest of a run, whose manifests are read
 
 
@@ -41,35 +39,9 @@ def saves_data(library: Library, access: Access, run: str) -> dict[str, Any]:
             reason = library.shown_error(error, access)["message"]
             data["failed"].append(about | {"reason": reason})
             continue
-        if universal is None or not universal.manifest.writers:
+        timings = None if universal is None else save_timings(universal.manifest)
+        if timings is None:
             data["unrecorded"].append(about)
         else:
-            created = {"created": instant(entry.created)}
-            data["saves"].append(about | created | _saved(universal.manifest))
+            data["saves"].append(about | {"created": instant(entry.created)} | timings)
     return data
-
-
-def _saved(manifest: Manifest) -> dict[str, Any]:
-    """What a save recorded of its ranks; of more than 64, those that wrote longest are listed."""
-    writers = manifest.writers
-    longest = sorted(nlargest(_WRITERS, writers, key=lambda w: w.seconds), key=lambda w: w.rank)
-    world = manifest.layout.get("world")
-    seconds = max(writer.seconds for writer in writers)
-    nbytes = sum(writer.nbytes for writer in writers)
-    return {
-        "ranks": world if isinstance(world, int) else None,
-        "bytes": nbytes,
-        "seconds": seconds,
-        "stall": max(writer.stall for writer in writers),
-        "bytes_per_second": nbytes / seconds if seconds > 0 else None,
-        "writers": [
-            {
-                "rank": writer.rank,
-                "bytes": writer.nbytes,
-                "seconds": writer.seconds,
-                "stall": writer.stall,
-            }
-            for writer in longest
-        ],
-        "other_writers": len(writers) - len(longest),
-    }

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ucformat.catalog.as_json import data_of
+from ucformat.catalog.filter.syntax import quoted
 from ucformat.cli.ui.catalogs import opened_catalog
 from ucformat.cli.ui.options import CATALOG, command
 from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import table
-from ucformat.errors import UsageError
+from ucformat.cli.ui.timings import heat_lines
+from ucformat.errors import UcformatError, UsageError
+from ucformat.jobs.timings import save_timings
+from ucformat.references import open_entry
+from ucformat.storage.concurrency import map_io
 from ucformat.texts import ago, bytes_text, count, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from ucformat.catalog.entries import RunEntry
+    from ucformat.catalog.catalog import Catalog
+    from ucformat.catalog.entries import Entry, RunEntry
     from ucformat.cli.ui.output import Output
 
 _MAX_ROWS = 50
+_SAVES = 24  # of a run, whose manifests `--timings` reads
 
 
 @command
@@ -37,6 +44,11 @@ _MAX_ROWS = 50
 @click.option(
     "--offset", type=click.IntRange(min=0), default=0, metavar="N", help="Skip the first N."
 )
+@click.option(
+    "--timings",
+    is_flag=True,
+    help=f"Show how long ranks took in the newest {_SAVES} saves of each run.",
+)
 @CATALOG
 def runs(
     where: str,
@@ -44,6 +56,7 @@ def runs(
     highest: bool,  # noqa: FBT001
     limit: int | None,
     offset: int,
+    timings: bool,  # noqa: FBT001
     out: Output,
 ) -> None:
     """List the runs in the catalog, those that were saved last first.
@@ -63,10 +76,16 @@ def runs(
             limit=None if not limit else limit + more,
             offset=offset,
         )
-    shown = listed[:limit] if limit else listed
+        shown = listed[:limit] if limit else listed
+        saves = {run.name: _saves(catalog, run.name, where, out) for run in shown if timings}
     out.result(
-        lambda: _table(shown, metric),
-        lambda: {"runs": [data_of(run) for run in shown], "more": len(listed) > len(shown)},
+        lambda: _heat(saves) if timings else _table(shown, metric),
+        lambda: {
+            "runs": [
+                data_of(run) | ({"saves": saves[run.name]} if timings else {}) for run in shown
+            ],
+            "more": len(listed) > len(shown),
+        },
         lambda: (run.name for run in shown),
     )
     if len(listed) > len(shown):
@@ -88,6 +107,35 @@ def _table(listed: Sequence[RunEntry], metric: str | None) -> Iterator[str]:
         rows.append([*cells, bytes_text(run.disk_nbytes), ago(run.last_saved)])
     headings = ["run", "checkpoints", "steps", *best, "disk", "saved"]
     return table(headings, rows, left=1, width=terminal_width())
+
+
+def _saves(catalog: Catalog, run: str, where: str, out: Output) -> list[dict[str, Any]]:
+    """What the newest saves of a run recorded of their ranks, the oldest first."""
+    own = f"run = {quoted(run)} and kind = 'ucformat'"
+    chosen = f"({where}) and {own}" if where.strip() else own
+    entries = catalog.find(chosen, limit=_SAVES)
+
+    def read(entry: Entry) -> dict[str, Any] | None:
+        try:
+            universal = open_entry(catalog, entry, entry.name)[0].universal
+        except UcformatError as error:
+            out.note(f"{entry.name} is left out: {error.message}")
+            return None
+        timings = None if universal is None else save_timings(universal.manifest)
+        about = {"id": entry.id, "name": entry.name, "step": entry.step}
+        return None if timings is None else about | timings
+
+    return [save for save in map_io(read, reversed(entries)) if save is not None]
+
+
+def _heat(saves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    if not saves:
+        yield "no runs"
+    for run, of_run in saves.items():
+        if of_run:
+            yield from heat_lines(run, of_run)
+        else:
+            yield f"{run}: no save has recorded how long ranks took"
 
 
 def _steps(run: RunEntry) -> str:

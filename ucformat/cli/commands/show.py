@@ -13,7 +13,8 @@ from ucformat.catalog.as_json import entry_data, instant
 from ucformat.cli.ui.options import CATALOG, OPENING, SRC, STATES, Opening, command
 from ucformat.cli.ui.output import Heading, terminal_width
 from ucformat.cli.ui.text import field, table
-from ucformat.errors import first_names
+from ucformat.cli.ui.timings import timing_lines
+from ucformat.errors import UsageError, first_names
 from ucformat.geometry.amounts import by_state, parameters
 from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import OUTDATED, PART_OF
@@ -193,12 +194,18 @@ _MAX_LISTED = 20  # unread files that are listed
     help="List the tensors whose names match: '*' for all, '*.bias', … May be repeated.",
 )
 @STATES
+@click.option(
+    "--timings",
+    is_flag=True,
+    help="Show how long each rank took to save it, and to load the one before it.",
+)
 @OPENING
 @CATALOG
 def show(
     src: str,
     globs: tuple[str, ...],
     states: tuple[str, ...],
+    timings: bool,  # noqa: FBT001
     opening: Opening,
     out: Output,
 ) -> None:
@@ -208,6 +215,11 @@ def show(
     of the checkpoint's size. Also shows the checkpoint's entry in the catalog; if its files are
     gone, only that.
     """
+    if timings:
+        if globs or states:
+            raise UsageError("--timings excludes -t and --state", hint="give one of them")
+        _show_timings(opening.open(src), out)
+        return
     summary, every, recorded = _opened(src, opening, out)
     tensors = _chosen(every, summary["aliases"] or {}, globs, states)
     summary |= _totals(tensors)
@@ -221,6 +233,26 @@ def show(
         data,
         lambda: dict.fromkeys(i.name for i in tensors),
     )
+
+
+def _show_timings(ck: Checkpoint, out: Output) -> None:
+    """What the ranks recorded of the save, and of the load with which its launch began."""
+    from ucformat.jobs.timings import load_timings, save_timings
+
+    manifest = _own_manifest(ck)
+    saved = None if manifest is None else save_timings(manifest)
+    loads = [] if manifest is None else load_timings(manifest)
+
+    def lines() -> Iterator[str]:
+        width = terminal_width()
+        if saved is None:
+            yield "no training has recorded how long ranks took to save it"
+        else:
+            yield from timing_lines("saved", saved, "writers", width)
+        for load in loads:
+            yield from timing_lines(f"loaded {load['url']}", load, "readers", width)
+
+    out.result(lines, lambda: {"url": ck.url, "save": saved, "loads": loads})
 
 
 def _opened(

@@ -19,8 +19,10 @@ from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS, check_exact
 from ucformat.references import open_reference
+from ucformat.schema.manifest import ReaderDoc
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.concurrency import gc_paused
+from ucformat.storage.error_mapping import retries
 from ucformat.storage.url import as_strings
 from ucformat.storage.wrappers import checking_unchanged
 from ucformat.torch.comm.group import TIMEOUT, group_for_call, group_of
@@ -218,6 +220,7 @@ class LoadTargets:
 
 
 _DEFAULTS = LoadOptions()
+_LISTED = 16  # ranks that a load records: each checkpoint of the launch may do so
 
 
 def load_local(
@@ -228,7 +231,7 @@ def load_local(
     names: Mapping[str, str] | None = None,
 ) -> LoadReport:
     """Fill the tensors of this rank, of any engine; see `load`."""
-    begun = time.monotonic()
+    begun, retried = time.monotonic(), int(retries)
     entries = targets.asked
     if options.lossy:
         ck = ck.with_lossy()
@@ -282,7 +285,8 @@ def load_local(
     left = (*left_labels, *values)
     refused = replace(mismatches, unexpected=left, inexact=()) if options.complete else mismatches
     raise_for(refused, options.strict, ck.url, complete=options.complete)
-    amount, failure = ReadAmount(), None
+    planned = time.monotonic()
+    amount, failure, filled = ReadAmount(), None, planned
     broadcast_group = options.broadcast_group
     try:
         share = (
@@ -292,24 +296,33 @@ def load_local(
         )
         with consistent(), checking_unchanged(ck.store, LOAD_INVALID, TRACKERS):
             amount = targets.fill(ck, matched, share, broadcast_group, reading)
+        filled = time.monotonic()
         targets.then()
     # the next collective raises the error of that rank
     except AnotherRankFailed:
         pass
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = error
-    ranks.combine(failure)
+    done = time.monotonic()
+    phases = {"plan": planned - begun, "read": filled - planned, "put": done - filled}
+    own = ReaderDoc(
+        rank=ranks.rank,
+        nbytes=amount.nbytes,
+        seconds=done - begun,
+        phases=phases,
+        retries=int(retries) - retried,
+    )
+    readers = ranks.combine(failure or (own,), _slowest, tuple[ReaderDoc, ...])
     layout = {"world": ranks.size} | dict(joined.layout)
-    lineage = edge_of(ck, layout, continues=joined.stateful)
+    lineage = edge_of(ck, layout, continues=joined.stateful, readers=readers)
     launch = None if ck.universal is None else ck.universal.manifest.launch
-    seconds = time.monotonic() - begun
     return LoadReport(
         ck.url,
         ck.id,
         ck.metadata.step,
         len(matched),
         *amount,
-        seconds,
+        done - begun,
         layout,
         lineage,
         launch,
@@ -317,6 +330,12 @@ def load_local(
         left,
         tolerated,
     )
+
+
+def _slowest(a: tuple[ReaderDoc, ...], b: tuple[ReaderDoc, ...]) -> tuple[ReaderDoc, ...]:
+    """The ranks that the report lists: those that took longest, in order."""
+    longest = sorted((*a, *b), key=lambda reader: -reader.seconds)[:_LISTED]
+    return tuple(sorted(longest, key=lambda reader: reader.rank))
 
 
 @message

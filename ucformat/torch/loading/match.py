@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.geometry.box import Box
-    from ucformat.schema.manifest import LineageDoc
+    from ucformat.schema.manifest import LineageDoc, ReaderDoc
     from ucformat.torch.state.local import LocalShard
 
     Rename = Callable[[str], str] | Mapping[str, str]
@@ -589,7 +589,13 @@ def holds_training(ck: Checkpoint) -> bool:
     return bool(ck.manifest.groups) or any(key.state not in PARAMETER for key in ck.tensors)
 
 
-def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> LineageDoc:
+def edge_of(
+    ck: Checkpoint,
+    now: Mapping[str, Any],
+    *,
+    continues: bool,
+    readers: tuple[ReaderDoc, ...] = (),
+) -> LineageDoc:
     """Return the lineage of a load.
 
     `finetune`, or if the training continues `resume`, or `reshard` to another layout.
@@ -603,4 +609,4 @@ def edge_of(ck: Checkpoint, now: Mapping[str, Any], *, continues: bool) -> Linea
             for k in before.keys() & {*_DEFAULT_DEGREES, "dp"}
         )
     kind = ("reshard" if relaid else "resume") if continues else "finetune"
-    return lineage_to(ck, kind)
+    return lineage_to(ck, kind).model_copy(update={"readers": readers})

@@ -471,6 +471,7 @@ class Manager:
     def _committed(self, saved: Saved, step: int, *, first: bool) -> None:
         """Record a commit, and start to delete old checkpoints in the background."""
         self._last = saved
+        self._launch.recorded()
         if self._bases is not None:
             self._bases = [s for s in self._bases if s.url != saved.url]
             self._bases.insert(0, read_step(saved.url, step))

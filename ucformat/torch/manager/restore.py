@@ -206,7 +206,9 @@ def restore_newest(
             skip(step.url, error.message)
             continue
         if not holds_training(ck):  # the run has no optimizer state, so none was left out
-            report = replace(report, lineage=edge_of(ck, report.layout, continues=True))
+            readers = report.lineage.readers
+            edge = edge_of(ck, report.layout, continues=True, readers=readers)
+            report = replace(report, lineage=edge)
         steps = [s.step for s in listed.steps] + [s for _, s, _ in listed.unreadable]
         return Restored(
             step, report, frozenset(s for s in steps if s > step.step), frozenset(damaged), listed

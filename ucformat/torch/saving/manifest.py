@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import field, replace
 from datetime import UTC, datetime
@@ -302,6 +303,11 @@ class RankReport:
 
     Attributes:
         state: the digest of what it reports besides, which is the same on most ranks.
+        seconds: from the plan until its data was durable, of which it waited for this for `sync`.
+        stall: for which training was blocked.
+        copy: of a save in the background, for which the state was copied; 0 of others.
+        plan: until the ranks had agreed on the plan.
+        retries: requests that it repeated.
         listed_at: the byte of its packed file at which listed tensors begin.
     """
 
@@ -310,7 +316,30 @@ class RankReport:
     nbytes: int
     seconds: float
     stall: float
+    copy: float = 0.0
+    plan: float = 0.0
+    sync: float = 0.0
+    retries: int = 0
     listed_at: int = 0
+
+    def doc(self, commit: float) -> WriterDoc:
+        """Return what the manifest records of it.
+
+        Args:
+            commit: seconds in which rank 0 put the documents of the checkpoint together.
+        """
+        phases = {"copy": self.copy} if self.copy else {}
+        phases |= {"plan": self.plan, "write": self.seconds - self.sync, "sync": self.sync}
+        if not self.rank:
+            phases["commit"] = commit
+        return WriterDoc(
+            rank=self.rank,
+            nbytes=self.nbytes,
+            seconds=self.seconds,
+            stall=self.stall,
+            phases=phases,
+            retries=self.retries,
+        )
 
 
 class WrittenByRank(NamedTuple):
@@ -318,6 +347,7 @@ class WrittenByRank(NamedTuple):
 
     Attributes:
         shards: of the Zarr form: their digests.
+        sync: seconds until its data was durable when all was written.
         packed: of packed tensors: the sums of fingerprints of what it wrote, by description.
         parts: of the safetensors form: parts of files.
         listed_at: as in `RankReport`.
@@ -330,6 +360,7 @@ class WrittenByRank(NamedTuple):
     shards: ShardDigests
     objects: Mapping[str, Any]
     nbytes: int
+    sync: float
     packed: Mapping[bytes, bytes]
     parts: WrittenParts = WrittenParts()
     listed_at: int = 0
@@ -360,15 +391,26 @@ class WriteReport:
 
 
 def write_report(
-    rank: int, state: StateInfo, written: WrittenByRank, seconds: float, stall: float
+    rank: int,
+    state: StateInfo,
+    written: WrittenByRank,
+    times: tuple[float, float, float, float],
+    retries: int,
 ) -> WriteReport:
-    """Return the report of one rank."""
+    """Return the report of one rank.
+
+    Args:
+        times: the members `seconds`, `stall`, `copy` and `plan` of `RankReport`.
+        retries: likewise.
+    """
     # without what the plan or rank 0 has anyway
     shared = StateInfo(
         (), {}, {}, state.groups, state.aliases, state.layout, state.engine, places=state.places
     )
     digest = hashlib.sha256(encode(shared, StateInfo)).digest()[:16]
-    own = RankReport(rank, digest, written.nbytes, seconds, stall, written.listed_at)
+    own = RankReport(
+        *(rank, digest, written.nbytes, *times, written.sync, retries), written.listed_at
+    )
     values = RankValues.of(rank, state.ranks)
     return WriteReport(
         written.shards,
@@ -409,6 +451,7 @@ def manifest_of(
     written: WriteReport,
 ) -> Manifest:
     """Write sidecar and objects, and return the manifest; all other files must be durable."""
+    begun_at = time.monotonic()
     attempt, plan, arrays = begun.attempt, begun.plan, begun.arrays
     data, grid = f"data/{attempt.id}", None
     packed_fingerprints = _fingerprints(plan, written.packed)
@@ -480,10 +523,7 @@ def manifest_of(
             store, attempt.id, own.weights and own.weights.files.folder, metadata.assets
         ),
         grid=grid,
-        writers=tuple(
-            WriterDoc(rank=r.rank, nbytes=r.nbytes, seconds=r.seconds, stall=r.stall)
-            for r in slowest(ranks)
-        ),
+        writers=tuple(r.doc(time.monotonic() - begun_at) for r in slowest(ranks)),
         tensors=tensors,
     )
     return references.added_to(manifest.with_sidecar(doc, requires), attempt)

@@ -287,6 +287,10 @@ class TrainingLaunch:
         self.continues = {} if report.launch is None else report.launch.after(count)
         self.commits = max(self.commits, count or 0)
 
+    def recorded(self) -> None:
+        """A checkpoint records the launch: those that follow need not record again how it was loaded."""
+        self.lineage = tuple(edge.model_copy(update={"readers": ()}) for edge in self.lineage)
+
     def next_save(self) -> LaunchArguments:
         """Count a commit, and return the arguments of `save` that describe the launch."""
         after, self.commits = self.commits, min(self.commits + 1, MOST_COMMITS)

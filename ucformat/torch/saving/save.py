@@ -17,6 +17,7 @@ from ucformat.geometry.fingerprint import packed_sums, summed, unpacked_sums
 from ucformat.reading.execute import default_threads
 from ucformat.sources.model_files import find_assets
 from ucformat.storage.concurrency import gc_paused
+from ucformat.storage.error_mapping import retries
 from ucformat.storage.url import open_store, path_text
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.comm.wire import message
@@ -100,7 +101,7 @@ def write_checkpoint(
         progress: called with the bytes of each write that is done.
         kept: what this rank has written before, and writes now.
     """
-    begun = time.monotonic()
+    begun, retried = time.monotonic(), int(retries)
     with group.kept(SavePlanner) as planner:
         with group.sharing_errors():
             store, own = open_store(options.url), _rank_state(state, memories)
@@ -119,7 +120,8 @@ def write_checkpoint(
         if options.certify:
             written = written._replace(live=_live_sums(plan, own, state.live))
         now = time.monotonic()
-        report = write_report(group.rank, state, written, now - planned, state.stall or now - begun)
+        times = (now - planned, state.stall or now - begun, state.stall, planned - begun)
+        report = write_report(group.rank, state, written, times, int(retries) - retried)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         report = error
     checkpoint_id = _commit(plan, report, options, metadata, store, group)
@@ -205,10 +207,12 @@ def _write(
         if of_boxes:
             with_loss = ((items[box], loss) for box, loss in of_boxes.items())
             losses = plan.statement.by_description(packed_losses(with_loss, count))
+    syncing = time.monotonic()
     store.flush()
+    sync_s = time.monotonic() - syncing
     objects = {name: state.objects[name] for name in plan.objects}
     return WrittenByRank(
-        *(shards, objects, nbytes, fingerprints, in_files, part.listed_at),
+        *(shards, objects, nbytes, sync_s, fingerprints, in_files, part.listed_at),
         patched=patched,
         losses=losses,
     )
