@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.save import Saved, save
     from ucformat.torch.state.changed import ChangedRows
     from ucformat.torch.state.fingerprint import fingerprint
+    from ucformat.torch.state.loaders import deal_evenly
     from ucformat.torch.state.objects import PerRank, Rng, StateParts
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "async_save",
     "capture",
     "certify",
+    "deal_evenly",
     "fingerprint",
     "load",
     "load_into",
@@ -85,6 +87,7 @@ _HOMES = {
     "async_save": "ucformat.torch.saving.asynchronous",
     "capture": "ucformat.torch.capturing.capture",
     "certify": "ucformat.torch.loading.certify",
+    "deal_evenly": "ucformat.torch.state.loaders",
     "fingerprint": "ucformat.torch.state.fingerprint",
     "load": "ucformat.torch.loading.load",
     "load_into": "ucformat.torch.loading.load_into",

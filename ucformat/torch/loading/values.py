@@ -436,13 +436,16 @@ def _fit_ranks(
         fit.fit(label, leaf, value, settled)
 
 
+_DEALT = "; deal_evenly if a distributed sampler deals one order to all ranks"
+
+
 def _no_merge(path: Path, declared: PerRank, saved: int, now: int) -> str:
     kind = type(declared.value).__name__
     return (
         f"{dotted(path)} ({kind}) has a value of each of {saved} ranks, and is loaded by {now}: "
         "pass "
-        f"{declared.call}=function of all values, the rank and the number of ranks), or leave it "
-        "out of the state "
+        f"{declared.call}=function of all values, the rank and the number of ranks"
+        f"{_DEALT if kind == 'StatefulDataLoader' else ''}), or leave it out of the state "
         "and read ckpt.per_rank"
     )
 
