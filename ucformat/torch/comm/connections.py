@@ -170,12 +170,15 @@ class Connections(ConnectionTaker):
         """The number of threads that wait for another rank now, none of them longer than the timeout."""
         return len(self._waiting)
 
-    def end(self) -> None:
-        """Close the connections; the group cannot be used any more."""
+    def end(self, why: UcformatError | None = None) -> None:
+        """Close the connections; the group cannot be used any more.
+
+        Args:
+            why: what those raise that wait, and that use it later (default: that it was closed).
+        """
         self.intact = False
-        self.broken = self.broken or UcformatError(
-            "the group of ranks was closed", hint="create a new one"
-        )
+        closed = UcformatError("the group of ranks was closed", hint="create a new one")
+        self.broken = self.broken or why or closed
         if self._listener:
             self._listener.close()
         self._shut_down()

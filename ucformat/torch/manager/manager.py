@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import or_
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ucformat.errors import UcformatError, UsageError, check_keywords
@@ -18,6 +18,7 @@ from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
 from ucformat.torch.manager.increments import choose_base
+from ucformat.torch.manager.preemption import Notice
 from ucformat.torch.manager.restore import restore_newest
 from ucformat.torch.manager.steps import (
     RunContents,
@@ -28,6 +29,7 @@ from ucformat.torch.manager.steps import (
     read_step,
 )
 from ucformat.torch.saving.asynchronous import async_save
+from ucformat.torch.saving.background import kill_writer
 from ucformat.torch.saving.handles import saved_by
 from ucformat.torch.saving.options import RunArguments, SaveOptions, TrainingLaunch
 from ucformat.torch.saving.save import save
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ucformat.checkpoint import Checkpoint
+    from ucformat.torch.comm.bulk import Links
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
     from ucformat.torch.manager.increments import Increments
@@ -130,6 +133,8 @@ class Manager:
         self._timeout = arguments.get("timeout", TIMEOUT)
         self._exchanges_bits = bool(signals) or isinstance(every, timedelta)
         self._signals = Signals(signals)
+        self._notice: Notice | None = None
+        self._links: Links | None = None  # over which ranks decide and save
         self._last_begun = time.monotonic()
         self._stopping = self._saved_for_stop = False
         # the last step given to `should_save`, and the answer
@@ -160,6 +165,30 @@ class Manager:
         """The last checkpoint that this manager committed, or None."""
         self._poll()
         return self._last
+
+    def on_preemption(self, seconds: float = 110.0) -> None:
+        """Bound all that follows a signal by the time until the process is killed; all ranks call this.
+
+        The next `save` then saves, as without this, and nothing waits for longer than the time after
+        the first rank has received a signal: not for a save in the background, nor for ranks that
+        are slow or dead. At its end the call that waits raises, and what is not committed by then is
+        not there. Old checkpoints are not deleted any more.
+
+        Args:
+            seconds: from the signal on. Leave some seconds of what the scheduler gives (120 s on
+                spot instances, `--signal=TERM@120` of SLURM) to the program itself.
+        """
+        if seconds <= 0:
+            raise UsageError(f"seconds={seconds:g} is not positive", hint="such as seconds=110")
+        if not self._signals.numbers:
+            raise UsageError(
+                "this manager waits for no signal, so it would not learn of a preemption",
+                hint="create it in the main thread, with signals=(signal.SIGTERM,)",
+            )
+        if self._notice is not None:
+            self._notice.close()
+        self._notice = Notice(seconds, self._expire)
+        self._signals.then = self._notice.receive
 
     def should_save(self, step: int) -> bool:
         """Check whether `save` would save this step; all ranks call it, and get the same answer.
@@ -213,7 +242,7 @@ class Manager:
             return None
         ending = self._stopping and not self._saved_for_stop
         try:
-            self._settle()
+            self._settle(ending=ending)
         except UcformatError as error:
             if not ending:
                 raise
@@ -339,6 +368,8 @@ class Manager:
             self.wait()
         finally:
             self._signals.close()
+            if self._notice is not None:
+                self._notice.close()
 
     def __enter__(self) -> Self:
         return self
@@ -364,6 +395,8 @@ class Manager:
         return dict(**run | dict(options), group=self._group, timeout=self._timeout)
 
     def _ranks(self) -> Group:
+        if self._notice is not None and self._notice.left <= 0:
+            raise self._late()
         return group_of(self._group, self._timeout, f"Manager {self.url}")
 
     def _decide(self, step: int, *, force: bool) -> bool:
@@ -375,7 +408,11 @@ class Manager:
             bits |= _DUE * (time.monotonic() - self._last_begun >= self._every.total_seconds())
         if self._exchanges_bits or ranks.size == 1:
             bits |= _FAILED * (self._pending is not None and self._pending.failed)
-            bits = ranks.combine(bits, or_, int)
+            notice, self._links = self._notice, ranks.links
+            left = math.inf if notice is None else notice.left
+            bits, left = ranks.combine((bits, left), _joined, tuple[int, float])
+            if notice is not None and left < math.inf:
+                notice.receive(left)
         self._stopping = self._stopping or bool(bits & _STOP)
         if self._stopping and not self._saved_for_stop:
             return True
@@ -389,6 +426,20 @@ class Manager:
             return bool(bits & _DUE)
         return self._every is None or step % self._every == 0
 
+    def _expire(self) -> None:
+        """Let all fail that this rank waits for."""
+        kill_writer(self._links)
+        if self._links is not None:
+            self._links.end(self._late())
+
+    def _late(self) -> UcformatError:
+        assert self._notice is not None  # noqa: S101 - it has ended
+        return UcformatError(
+            f"{self._notice.seconds:g} s after the signal, ranks or the storage were not done: what they "
+            "were saving is not committed",
+            hint="the next start continues from the last checkpoint before it",
+        )
+
     def _poll(self) -> None:
         """Record a save in the background that was committed in the meantime."""
         pending = self._pending
@@ -396,14 +447,25 @@ class Manager:
             pending.recorded = True
             self._committed(saved_by(pending.handle), pending.step, first=pending.first)
 
-    def _settle(self) -> None:
-        """Wait for the save in the background; a failure that was not raised yet is raised on all ranks."""
+    def _settle(self, *, ending: bool = False) -> None:
+        """Wait for the save in the background; a failure that was not raised yet is raised on all ranks.
+
+        Args:
+            ending: for no longer than half of the time after the signal, so that the last save has the other
+                half.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return
         failure: Exception | None = None
         try:
-            saved = saved_by(pending.handle)
+            seconds = self._notice.left / 2 if ending and self._notice is not None else None
+            saved = saved_by(pending.handle, seconds)
+        except TimeoutError:
+            kill_writer(self._links)
+            failure = UcformatError(
+                f"{pending.handle.url} was not written in half of the time after the signal"
+            )
         except Exception as error:  # noqa: BLE001 - raised on all ranks
             failure = error
         else:
@@ -476,8 +538,14 @@ class Manager:
             self._bases = [s for s in self._bases if s.url != saved.url]
             self._bases.insert(0, read_step(saved.url, step))
         self._later_steps.discard(step)
-        if self._retention is not None and first:
+        ends_in_time = self._notice is not None and self._stopping
+        if self._retention is not None and first and not ends_in_time:
             self._retention_job = self._pool.submit(self._retention.apply, saved.url, step)
+
+
+def _joined(a: tuple[int, float], b: tuple[int, float]) -> tuple[int, float]:
+    """The bits of any rank, and the least time that is left."""
+    return a[0] | b[0], min(a[1], b[1])
 
 
 def _with_index(arguments: RunArguments) -> RunArguments:

@@ -22,7 +22,7 @@ from ucformat.storage.url import open_store
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
 
     from ucformat.schema.manifest import Manifest
@@ -183,6 +183,7 @@ class Signals:
         self._pid = os.getpid()
         self._handler = self._handle  # one object, to compare with the installed handler
         self._before: dict[int, Any] = {}
+        self.then: Callable[[], object] = lambda: None  # called in the handler
         if signals and threading.current_thread() is not threading.main_thread():
             names = ", ".join(signal.Signals(s).name for s in signals)
             _log.warning(
@@ -194,6 +195,11 @@ class Signals:
         for number in signals:
             self._before[number] = signal.signal(number, self._handler)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The signals that have a handler."""
+        return tuple(self._before)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
         # a forked process: it acts as if the handler had never been installed
@@ -202,6 +208,7 @@ class Signals:
             os.kill(os.getpid(), number)
             return
         repeated, self.caught = self.caught, True
+        self.then()
         # The first Ctrl-C asks to save and stop; only the second one raises KeyboardInterrupt.
         if callable(before) and (repeated or before is not signal.default_int_handler):
             before(number, frame)

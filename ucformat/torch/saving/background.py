@@ -203,7 +203,7 @@ def _copies(target: Memory, source: Memory) -> Sequence[Callable[[], None]]:
     return [partial(fill, [target[block].data], source[block].data) for block in blocks]
 
 
-__all__ = ["BackgroundWriter", "close_writer", "writers"]
+__all__ = ["BackgroundWriter", "close_writer", "kill_writer", "writers"]
 
 
 _log = logging.getLogger("ucformat")
@@ -387,6 +387,10 @@ class BackgroundWriter:
             )
             set_outcome(handle, error)
 
+    def kill(self) -> None:
+        """End the process; the saves in flight fail."""
+        self._process.kill()
+
     def close_after_fork(self) -> None:
         """Close the copies of descriptors in a forked child; the process and its saves belong to the parent."""
         # or Popen would wait for a process that is not a child of this one
@@ -439,6 +443,13 @@ def close_writer(writer: BackgroundWriter) -> None:
     for key in [k for k, w in writers.items() if w is writer]:
         del writers[key]
     writer.close()
+
+
+def kill_writer(links: Links | None) -> None:
+    """End the writing process of a group at once, if it has one; its saves in flight fail."""
+    writer = writers.get(links if links is not None and links.size > 1 else None)
+    if writer is not None:
+        writer.kill()
 
 
 def _forked() -> None:

@@ -111,9 +111,9 @@ def wait_until_done(handle: SaveHandle) -> None:
     handle._done.exception()  # noqa: SLF001
 
 
-def saved_by(handle: SaveHandle) -> Saved:
+def saved_by(handle: SaveHandle, timeout: float | None = None) -> Saved:
     """As `wait`, but do not wait until a tracker knows of it, which only one rank would do."""
     try:
-        return handle._done.result()  # noqa: SLF001
+        return handle._done.result(timeout)  # noqa: SLF001
     finally:
         handle.retrieved = handle.done
