@@ -334,13 +334,23 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     def with_lossy(self) -> Checkpoint:
         """The same checkpoint, of which tensors that were encoded with loss can be read, too."""
-        if not self.metadata.lossy:
-            return self
+        return self._allowing(lossy_allowed=True) if self.metadata.lossy else self
+
+    @property
+    def older(self) -> Mapping[Key, int]:
+        """Tensors that a partial save took from earlier checkpoints, with the step of each."""
+        return MappingProxyType(dict(self.metadata.older))
+
+    def with_older(self) -> Checkpoint:
+        """The same checkpoint, of which tensors that are older than its step can be read, too."""
+        return self._allowing(older_allowed=True) if self.metadata.older else self
+
+    def _allowing(self, **allowed: bool) -> Checkpoint:
         source: Any = copy(self.source)
-        source.metadata = self.metadata.replace(lossy_allowed=True)
-        allowed = Checkpoint(source)
-        allowed.opened, allowed.roots = self.opened, self.roots
-        return allowed
+        source.metadata = self.metadata.replace(**allowed)
+        checkpoint = Checkpoint(source)
+        checkpoint.opened, checkpoint.roots = self.opened, self.roots
+        return checkpoint
 
     @cached_property
     def dropped(self) -> Mapping[str, Dropped]:
@@ -663,7 +673,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
             raise UsageError(
                 f"{self.url} cannot be opened in another process", hint="open it by its path or url"
             )
-        return _open_again, (*self.recipe, self.metadata.lossy_allowed)
+        return _open_again, (
+            *self.recipe,
+            self.metadata.lossy_allowed,
+            self.metadata.older_allowed,
+        )
 
     def __repr__(self) -> str:
         total = sum(i.nbytes for i in self._infos.values())
@@ -676,13 +690,15 @@ def _open_again(
     roots: tuple[str, ...],
     views: list[list[dict[str, Any]]],
     lossy: bool,  # noqa: FBT001 - as pickled
+    older: bool,  # noqa: FBT001 - as pickled
 ) -> Checkpoint:
     """Open a checkpoint by its recipe."""
     checkpoint = open_checkpoint(place, roots=lambda: (*roots, *allowed_roots()), options=options)
     checkpoint.opened, checkpoint.roots = (place, options), roots
     for steps in views:
         checkpoint = checkpoint.view(steps)
-    return checkpoint.with_lossy() if lossy else checkpoint
+    checkpoint = checkpoint.with_lossy() if lossy else checkpoint
+    return checkpoint.with_older() if older else checkpoint
 
 
 def _view(source: Readable) -> Viewed | None:

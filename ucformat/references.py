@@ -42,6 +42,7 @@ def open_reference(
     options: Mapping[str, Any] | None = None,
     signed_by: str | PathLike[str] | Iterable[str | PathLike[str]] | None = None,
     lossy: bool = False,
+    older: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint in place, reading kilobytes of it; nothing in it is ever executed.
 
@@ -60,6 +61,8 @@ def open_reference(
             the signers in the settings (default: signatures are not looked for).
         lossy: allow to read tensors that were encoded with loss (`Checkpoint.lossy`; default: that
             is an error).
+        older: allow to read tensors that are older than the checkpoint (`Checkpoint.older`; default:
+            that is an error).
 
     Raises:
         UnsafeError: it is not signed as `signed_by` demands.
@@ -74,6 +77,8 @@ def open_reference(
         check_signed(checkpoint, signed_by)
     if lossy:
         checkpoint = checkpoint.with_lossy()
+    if older:
+        checkpoint = checkpoint.with_older()
     return checkpoint if view is None else checkpoint.view(view)
 
 

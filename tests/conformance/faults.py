@@ -377,6 +377,30 @@ def of_lossy(whole: Files) -> Faults:
     }  # fmt: skip
 
 
+def of_partial(partial: Files) -> Faults:
+    """Of tensors that are older than the checkpoint."""
+
+    def manifest(change: Edit) -> Files:
+        return edited(partial, change, "3/manifest.json")
+
+    def step(value: Any) -> Files:
+        return manifest(lambda m: m["tensors"]["kinds"][-1].update(step=value))
+
+    def counts(**values: Any) -> Files:
+        return manifest(lambda m: m["experts"]["layers"]["layers.0.experts"].update(values))
+
+    return {
+        "partial-not-required": ("damaged", "an older tensor, and `requires` does not name the feature", manifest(lambda m: m["requires"].remove("steps"))),
+        "partial-of-no-step": ("damaged", "an older tensor of a checkpoint without a step", manifest(lambda m: m.pop("step"))),
+        "partial-same-step": ("damaged", "an older tensor of the checkpoint's own step", step(3)),
+        "partial-later": ("damaged", "an older tensor of a later step", step(4)),
+        "partial-text": ("damaged", "a step that is text", step("1")),
+        "partial-large": ("damaged", "a step below -2^62", step(-(2**62) - 1)),
+        "partial-counts": ("damaged", "tokens of different numbers of experts", counts(held=[5])),
+        "partial-negative": ("damaged", "a number of tokens below zero", counts(stored=[5, -1])),
+    }  # fmt: skip
+
+
 def of_encoded(whole: Files) -> Faults:
     """Of encoded packed files; all checksums that no fault is about are right."""
     name = next(k for k in whole if k.endswith("/rank0.bin"))

@@ -703,6 +703,29 @@ def based_files(whole: Files, second: tuple[str, str] = ("2", "2")) -> Files:
     }
 
 
+def partial_files(whole: Files) -> Files:
+    """The same, of which 3 has the tensors of bases as they were at steps 2 and -1, and counts tokens."""
+    files = based_files(whole)
+
+    def change(m: Any) -> None:
+        m["requires"].append("steps")
+        m["tensors"]["kinds"][-2]["step"] = 2
+        m["tensors"]["kinds"][-1]["step"] = -1
+        layer = {"seen": [5, 4], "held": [5, 3], "stored": [5, 0]}
+        m["experts"] = {"lost": 0.25, "layers": {"layers.0.experts": layer}}
+
+    return edited(files, change, "3/manifest.json")
+
+
+def older(want: dict[str, Any], steps: dict[int, int]) -> dict[str, Any]:
+    """The same with the steps of tensors that are older, by number of those that have elements."""
+    want = copy.deepcopy(want)
+    with_elements = [t for t in want["tensors"] if 0 not in t["shape"]]
+    for number, step in steps.items():
+        with_elements[number]["step"] = step
+    return want
+
+
 def parsed_table(files: Files) -> TensorTable:
     """The tensors of a checkpoint."""
     return Manifest.model_validate_json(files["manifest.json"]).tensors
@@ -901,6 +924,7 @@ def valid() -> dict[str, tuple[str, Files, dict[str, Any]]]:
         "nothing": ("no tensors", {"manifest.json": nothing}, {"tensors": [], "aliases": {}, "objects": {}, "per_rank": {}, "assets": {}}),
         "virtual": ("files elsewhere", virtual_files(), expected(roots=["sources"], modified=MODIFIED)),
         "based": ("tensors of a base, which has one of them from its own", based_files(flat), {**all_of_it, "at": "3"}),
+        "partial": ("tensors of a base that are older", partial_files(flat), {**older(all_of_it, {-1: 2, 0: -1}), "at": "3"}),
         "based-name": ("a base whose name is escaped", based_files(flat, ("#2 50%", "%232 50%25")), {**all_of_it, "at": "3"}),
     }  # fmt: skip
 
@@ -981,6 +1005,7 @@ def invalid() -> dict[str, tuple[str, str, Files]]:
         of_encoded,
         of_lossy,
         of_packed,
+        of_partial,
         of_patches,
         of_virtual,
     )
@@ -995,6 +1020,7 @@ def invalid() -> dict[str, tuple[str, str, Files]]:
         **of_virtual(virtual_files()),
         **of_based(based_files(made_of_arrays())),
         **of_patches(patched_files()),
+        **of_partial(partial_files(made_of_arrays())),
     }
 
 

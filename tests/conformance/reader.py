@@ -69,7 +69,7 @@ OTHERS |= {"float4_e2m1fn": 1, "float4_e2m1fn_x2": 1, "complex32": 4, "bcomplex3
 OTHERS |= {f"{kind}{n}": 1 for kind in ("int", "uint") for n in range(1, 8)}
 OTHERS |= {"bits8": 1, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1, "bits16": 2}
 SIZES |= OTHERS
-FEATURES = {"packed", "extents", "virtual", "codecs", "bases", "patches", "lossy"}
+FEATURES = {"packed", "extents", "virtual", "codecs", "bases", "patches", "lossy", "steps"}
 FARTHEST, NONE = 1 << 60, "xxh3:" + 32 * "0"
 MOST_INTEGER, MOST_TEXT, MOST_LEVELS, MOST_BITS = 1 << 62, 1 << 16, 128, 1 << 13
 
@@ -244,7 +244,7 @@ class Checkpoint:
         need(m["version"] == 1, "there is no such version")
         if isinstance(named := m.get("requires"), list):
             need(all(n in FEATURES for n in named), f"it requires {named}", Upgrade)
-        files = dict.fromkeys(("objects", "per_rank", "sidecar", "verified", "grid"), dict)
+        files = dict.fromkeys(("objects", "per_rank", "sidecar", "verified", "grid", "experts"), dict)
         nullable = {"run": str, "step": int, "commits": int, **files}
         optional = dict.fromkeys(
             ("producer", "metrics", "config", "layout", "aliases", "assets"), dict
@@ -282,6 +282,13 @@ class Checkpoint:
         sidecar = m.get("sidecar") or {}
         self._check_bases(m)
         self._check_sources(sidecar)
+        if (experts := m.get("experts")) is not None:
+            of_type(experts, {"layers": dict, "lost": int | float})
+            for layer in experts["layers"].values():
+                of_type(layer, dict.fromkeys(("seen", "held", "stored"), list))
+                need(len({*map(len, layer.values())}) == 1, "tokens of different numbers of experts")
+                counts = [n for of_experts in layer.values() for n in of_experts]
+                need(all(type(n) is int and 0 <= n <= MOST_INTEGER for n in counts), "tokens")
         need(not sidecar.get("roots") or "virtual" in m["requires"], "it is virtual")
         return m
 
@@ -421,7 +428,7 @@ class Checkpoint:
 
     def _check_kind(self, t: Any) -> None:
         nullable = {"chunk": list, "shard": list, "path": str, "itemsize": int, "codec": str}
-        nullable |= {"base": int, "lossy": str}
+        nullable |= {"base": int, "lossy": str, "step": int}
         of_type(t, {"state": str, "dtype": str, "shape": list}, nullable, {"at": list})
         size = SIZES.get(t["dtype"], t.get("itemsize"))
         need(size in (1, 2, 4, 8, 16), f"nobody knows how large elements of {t['dtype']} are")
@@ -437,6 +444,10 @@ class Checkpoint:
         codec = t.get("codec")
         marked = t.get("lossy") is not None
         need(not marked or "lossy" in self.manifest["requires"], "it does not require lossy")
+        if (step := t.get("step")) is not None:
+            need("steps" in self.manifest["requires"], "it does not require steps")
+            own = self.manifest.get("step")
+            need(own is not None and step < own, "a tensor that is older, and not of an earlier step")
         need(codec is None or "codecs" in self.manifest["requires"], "it does not require codecs")
         need(codec != ("blosc" if t.get("path") is None else "tiles"), "a codec of another form")
         if t.get("base") is not None:

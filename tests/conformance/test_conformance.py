@@ -81,6 +81,8 @@ def assembled(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 def listed(t: dict[str, Any], elements: Callable[[], bytes]) -> dict[str, Any]:
     """What a reader says of a tensor: the digest of its elements, or that it needs a later reader."""
     about = {"name": t["name"], "state": t["state"], "dtype": t["dtype"], "shape": [*t["shape"]]}
+    if t.get("step") is not None:
+        about["step"] = t["step"]
     try:
         return {**about, "sha256": hashlib.sha256(elements()).hexdigest()}
     except (UnsupportedError, reader.Upgrade):
@@ -94,7 +96,7 @@ def _elements(ck: Checkpoint, name: str, state: str) -> bytes:
 
 
 def by_ucformat(place: Path, roots: list[str], stage: str) -> dict[str, Any]:
-    ck = ucformat.open(place, roots=roots, lossy=True)
+    ck = ucformat.open(place, roots=roots, lossy=True, older=True)
     read = {
         "tensors": [
             listed(t, partial(_elements, ck, t["name"], t["state"]))

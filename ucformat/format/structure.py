@@ -183,7 +183,8 @@ def _check_head(data: bytes, where: str) -> None:
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Serialize a manifest as its file: JSON that ends with its digest."""
     written = manifest.model_copy(update={"minor": FORMAT_MINOR})
-    facts = written.model_dump_json(indent=1, exclude={"digest", "tensors"}).encode()
+    absent = {"experts"} if manifest.experts is None else set()  # few checkpoints have them
+    facts = written.model_dump_json(indent=1, exclude={"digest", "tensors"} | absent).encode()
     return with_own_digest(b'%s,\n "tensors": %s\n}' % (facts[:-2], manifest.tensors.as_json()))
 
 
@@ -219,6 +220,7 @@ def refuse(where: str, problems: Iterable[Problem]) -> None:
 def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
     """Find the inconsistencies of a manifest; no other file is read."""
     yield from _base_problems(manifest)
+    yield from _step_problems(manifest)
     yield from _table_problems(
         manifest.tensors, manifest.bases, has_sidecar=manifest.sidecar is not None
     )
@@ -272,6 +274,19 @@ def _base_problems(manifest: Manifest) -> Iterator[Problem]:
     paths += [*manifest.tensors.path.values(), *(doc.path for doc in manifest.files)]
     for path in (p for p in paths if p.startswith(BASES_FOLDER)):
         yield Problem(MANIFEST, f"{path[:200]!r} is the name of a file of a base")
+
+
+def _step_problems(manifest: Manifest) -> Iterator[Problem]:
+    own = manifest.step
+    for step in {kind.step for kind in manifest.tensors.kinds} - {None}:
+        if own is None:
+            yield Problem(MANIFEST, f"it has tensors of step {step}, and no step itself")
+        elif step is not None and step >= own:
+            yield Problem(MANIFEST, f"it is of step {own}, and has tensors of step {step} as older")
+    layers = {} if manifest.experts is None else manifest.experts.layers
+    for name, layer in layers.items():
+        if not len(layer.seen) == len(layer.held) == len(layer.stored):
+            yield Problem(MANIFEST, f"it counts tokens of different numbers of experts of {name!r}")
 
 
 def sibling_name(url: str) -> str | None:

@@ -176,6 +176,7 @@ class Universal:
                 Key(doc.name, doc.state): Loss(str(doc.lossy), *(doc.bound or (0.0, 0.0)))
                 for doc in map(table.__getitem__, map(int, table.bound))
             },
+            older=dict(table.older()),
         )
         self._sidecar: Sidecar | None = None
         self._missing: dict[str, int] = {}
@@ -414,16 +415,17 @@ def describe(
 
 
 def marked(docs: Iterable[TensorDoc], metadata: CheckpointMetadata) -> tuple[TensorDoc, ...]:
-    """Tensors of a checkpoint, or as they are written anew, with the marks of those that are lossy there."""
-    if not metadata.lossy:
+    """Tensors of a checkpoint, or as they are written anew, with the marks of those that are lossy, or older, there."""
+    if not (metadata.lossy or metadata.older):
         return tuple(docs)
-    lossy = metadata.lossy
-    return tuple(
-        doc
-        if (loss := lossy.get(Key(doc.name, doc.state))) is None
-        else replace(doc, lossy=loss.encoding, bound=(loss.absolute, loss.relative))
-        for doc in docs
-    )
+
+    def marked(doc: TensorDoc) -> TensorDoc:
+        key = Key(doc.name, doc.state)
+        if (loss := metadata.lossy.get(key)) is not None:
+            doc = replace(doc, lossy=loss.encoding, bound=(loss.absolute, loss.relative))
+        return doc if (step := metadata.older.get(key)) is None else replace(doc, step=step)
+
+    return tuple(map(marked, docs))
 
 
 def paths_of(metadata: CheckpointMetadata, key: Key) -> tuple[tuple[str | int, ...], ...]:

@@ -42,6 +42,8 @@ _REFUSED = {
     "names": "each process has all arrays of the tree under their names in the whole model",
     "changed": "leave it out: patches are then made by comparing all rows with the base",
     "verify_changed": "it goes with `changed`",
+    "partial": "leave it out: everything is saved; base=True writes nothing of what is equal",
+    "tokens": "it goes with `partial`",
     "log_to": "call `ucformat.log_reference` on one process when the checkpoint is committed",
     "certify": "leave it out: nothing can change the values of arrays during a save",
 }

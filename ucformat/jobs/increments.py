@@ -145,12 +145,18 @@ class Base:
         return doc if (doc.stored_dtype, doc.shape) == (info.dtype, info.shape) else None
 
     def referenced(
-        self, docs: Iterable[TensorDoc], patched: Iterable[TensorDoc] = (), *, patch: bool = False
+        self,
+        docs: Iterable[TensorDoc],
+        patched: Iterable[TensorDoc] = (),
+        *,
+        patch: bool = False,
+        left: Iterable[TensorDoc] = (),
     ) -> References:
         """The references to tensors of the base, in order.
 
         Args:
             patched: tensors of which others are patches.
+            left: tensors that stand for others, whatever these are by now, each with its own step.
             patch: whether others, that are not known yet, may be patches of those of the base, which is
                 number 0 then.
         """
@@ -165,7 +171,13 @@ class Base:
                 base=owners.setdefault(owner, len(owners)),
             )
 
+        def older(doc: TensorDoc) -> TensorDoc:
+            step = self.manifest.step if doc.step is None else doc.step
+            marks = {"at": doc.at, "lossy": doc.lossy, "bound": doc.bound, "step": step}
+            return replace(reference(doc), **marks)
+
         tensors, alike = tuple(map(reference, docs)), tuple(map(reference, patched))
+        tensors += tuple(map(older, left))
         return References(tuple(map(self._owner, owners)), tensors, self._home, alike)
 
     def _owner(self, number: int | None) -> _Owner:

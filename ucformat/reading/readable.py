@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, overload
 
-from ucformat.errors import UnsupportedError
+from ucformat.errors import UnsupportedError, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -204,6 +204,9 @@ class CheckpointMetadata:
     fingerprints: Mapping[Key, str | None] = field(default_factory=dict)  # that are recorded
     lossy: Mapping[Key, Loss] = field(default_factory=dict)  # tensors that an encoding has changed
     lossy_allowed: bool = False  # whether the caller wants to read these
+    #: Tensors that are older than the checkpoint, with the training step at which they were so.
+    older: Mapping[Key, int] = field(default_factory=dict)
+    older_allowed: bool = False  # whether the caller wants to read these
     # files that the program writes with those that are there; without them it is usable
     missing: tuple[str, ...] = ()
 
@@ -218,14 +221,17 @@ class CheckpointMetadata:
 
 
 def check_exact(metadata: CheckpointMetadata, keys: Iterable[Key], place: str = "") -> None:
-    """Check that tensors are as they were saved, unless the caller wants to read others.
+    """Check that tensors are as they were when they were saved, unless the caller wants to read others.
 
     Args:
         place: where the checkpoint is, for the message.
 
     Raises:
-        UnsupportedError: some were encoded with loss.
+        UnsupportedError: some were encoded with loss, or are older than the checkpoint.
     """
+    if metadata.older and not metadata.older_allowed:
+        keys = list(keys)
+        _check_current(metadata, keys, place)
     if not metadata.lossy or metadata.lossy_allowed:
         return
     worst: dict[tuple[str, str], float] = {}
@@ -243,6 +249,22 @@ def check_exact(metadata: CheckpointMetadata, keys: Iterable[Key], place: str = 
             f"saved: {states}",
             hint="if that is close enough: lossy=True (in load, Manager.restore_latest, an integration or "
             "ucformat.open; --lossy)",
+        )
+
+
+_MAX_NAMED = 5  # tensors in an error
+
+
+def _check_current(metadata: CheckpointMetadata, keys: Iterable[Key], place: str) -> None:
+    older = [key for key in keys if key in metadata.older]
+    if older:
+        steps = sorted({metadata.older[key] for key in older})
+        span = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+        raise UnsupportedError(
+            f"{place}{': ' if place else ''}{first_names(older, _MAX_NAMED)} are as they were at step {span}, "
+            f"and the checkpoint is of step {metadata.step}",
+            hint="to take the older ones: older=True (ucformat.open; --older); "
+            "ucformat.torch.load names them in its report",
         )
 
 

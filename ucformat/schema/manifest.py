@@ -22,7 +22,8 @@ FORMAT_MINOR = 0
 #: What `requires` may name: forms in which tensors are stored that are not plain arrays.
 PACKED, EXTENTS, VIRTUAL = "packed", "extents", "virtual"
 CODECS, PATCHES, BASES, LOSSY = "codecs", "patches", "bases", "lossy"
-FEATURES = frozenset({PACKED, EXTENTS, VIRTUAL, CODECS, PATCHES, BASES, LOSSY})
+STEPS = "steps"  # what is stored of some tensors is older than the checkpoint
+FEATURES = frozenset({PACKED, EXTENTS, VIRTUAL, CODECS, PATCHES, BASES, LOSSY, STEPS})
 
 Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Integer = Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)]
@@ -37,6 +38,7 @@ def used_features(tensors: TensorTable, bases: Sequence[BaseDoc] = ()) -> list[s
         CODECS: bool(encoded),
         PATCHES: any(kind.base is not None for kind in encoded),
         LOSSY: any(kind.lossy is not None for kind in tensors.kinds),
+        STEPS: any(kind.step is not None for kind in tensors.kinds),
     }
     return [feature for feature, is_used in used.items() if is_used]
 
@@ -183,6 +185,31 @@ class VerifiedDoc(_ManifestPart):
     besides: Size = 0
 
 
+class ExpertLayerDoc(_ManifestPart):
+    """How many tokens each expert of a layer was given, and of how many of them it has learned.
+
+    Attributes:
+        seen: the tokens that it was given since training began.
+        held: those of which the program's expert has learned, when it saved: others were lost with failures.
+        stored: those of which what is stored has learned.
+    """
+
+    seen: tuple[Size, ...]
+    held: tuple[Size, ...]
+    stored: tuple[Size, ...]
+
+
+class ExpertsDoc(_ManifestPart):
+    """The tokens of experts, of a training that saves some of them at a time.
+
+    `lost` is the share of tokens that are lost if the training goes on from here, the mean of
+    layers.
+    """
+
+    lost: Finite
+    layers: dict[Text, ExpertLayerDoc]
+
+
 class WriterDoc(_ManifestPart):
     """What one of the ranks that saved did: bytes written, seconds for that, seconds for which training stood still.
 
@@ -241,6 +268,7 @@ class Manifest(_ManifestPart):
     writers: tuple[WriterDoc, ...] = ()
     verified: VerifiedDoc | None = None
     bases: tuple[BaseDoc, ...] = ()
+    experts: ExpertsDoc | None = None
     tensors: TensorTable
     digest: Digest | None = None
 

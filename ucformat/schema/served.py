@@ -62,6 +62,14 @@ class LossDoc(_Part):
     relative: Number
 
 
+class OlderDoc(_Part):
+    """A tensor that is older than the checkpoint, and its step."""
+
+    name: str
+    state: str
+    step: int
+
+
 class ServedDoc(_Part):
     """A checkpoint; `ref` is the name under which its files are asked for, and `catalog` what the catalog has of it."""
 
@@ -84,5 +92,6 @@ class ServedDoc(_Part):
     assets: dict[str, ServedAssetDoc]
     unreadable: tuple[UnreadableDoc, ...]
     lossy: tuple[LossDoc, ...]
+    older: tuple[OlderDoc, ...] = ()
     missing: tuple[str, ...]
     catalog: dict[str, Any] | None

@@ -141,7 +141,8 @@ class TensorDoc(_Stored):
 
     Of any other the sidecar lists or describes the extents. `at` are its paths in the state of the
     program that saved: several of tied names. `bound` are the largest absolute and relative
-    error that the encoding `lossy` has made.
+    error that the encoding `lossy` has made. `step` is that at which the program had these elements,
+    if that is an earlier one than the checkpoint's.
     """
 
     name: str
@@ -159,6 +160,7 @@ class TensorDoc(_Stored):
     base: int | None = None
     lossy: str | None = None
     bound: tuple[float, float] | None = None
+    step: int | None = None
 
 
 class KindDoc(_Stored, BaseModel):
@@ -176,6 +178,7 @@ class KindDoc(_Stored, BaseModel):
             or, without a codec, of which these tensors are.
         lossy: the encoding with loss that has changed the elements since the program had them, however they
             are stored now.
+        step: the training step at which the program had these elements; None if that is the checkpoint's.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -191,6 +194,7 @@ class KindDoc(_Stored, BaseModel):
     codec: Text | None = None
     base: Annotated[int, Field(ge=0, lt=MAX_BASES)] | None = None
     lossy: Text | None = None
+    step: Annotated[int, Field(ge=-MAX_INTEGER, le=MAX_INTEGER)] | None = None
 
     @model_validator(mode="after")
     def _check_itemsize(self) -> Self:
@@ -265,7 +269,7 @@ class TensorTable(BaseModel):
                     columns.paths[str(len(columns.name))] = t.path
             if t.bound is not None:
                 columns.bounds[str(len(columns.name))] = t.bound
-            kind = (t.state, t.dtype, t.shape, t.itemsize, t.codec, t.base, t.lossy)
+            kind = (t.state, t.dtype, t.shape, t.itemsize, t.codec, t.base, t.lossy, t.step)
             columns.add(t.name, t.at, (*kind, t.chunk, t.shard, folder))
             columns.digests.append(t.digest)
             columns.fingerprints.append(t.fingerprint)
@@ -289,6 +293,7 @@ class TensorTable(BaseModel):
             base=kind.base,
             lossy=kind.lossy,
             bound=self.bound.get(str(row)) if self.bound else None,
+            step=kind.step,
         )
 
     def __iter__(self) -> Iterator[TensorDoc]:  # type: ignore[override]
@@ -334,6 +339,13 @@ class TensorTable(BaseModel):
                 self.fingerprint or none, self.digest or none, strict=True
             )
         ]
+
+    def older(self) -> Iterator[tuple[tuple[str, str], int]]:
+        """The name and state of each tensor that is older than the checkpoint, and its step."""
+        if any(kind.step is not None for kind in self.kinds):
+            for row, kind in enumerate(map(self.kinds.__getitem__, self.kind)):
+                if kind.step is not None:
+                    yield (self.names[self.name[row]], kind.state), kind.step
 
     @cached_property
     def states(self) -> frozenset[str]:
@@ -452,7 +464,7 @@ class TableColumns:
 
     #: Of kinds: what `add` is given, as far as it goes, and then the paths.
     FIELDS = (
-        *("state", "dtype", "shape", "itemsize", "codec", "base", "lossy"),
+        *("state", "dtype", "shape", "itemsize", "codec", "base", "lossy", "step"),
         *("chunk", "shard", "path"),
     )
 

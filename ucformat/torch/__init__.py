@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ucformat.torch.publishing.publish import Published, Publisher, publish
     from ucformat.torch.publishing.subscribe import Subscription, Update, subscribe
     from ucformat.torch.saving.asynchronous import async_save
+    from ucformat.torch.saving.experts import Experts
     from ucformat.torch.saving.handles import SaveHandle
     from ucformat.torch.saving.save import Saved, save
     from ucformat.torch.state.changed import ChangedRows
@@ -34,6 +35,7 @@ __all__ = [
     "Certificate",
     "CertificateEntry",
     "ChangedRows",
+    "Experts",
     "Increments",
     "LoadReport",
     "LoadedKeys",
@@ -68,6 +70,7 @@ _HOMES = {
     "Certificate": "ucformat.torch.certificate",
     "CertificateEntry": "ucformat.torch.certificate",
     "ChangedRows": "ucformat.torch.state.changed",
+    "Experts": "ucformat.torch.saving.experts",
     "Increments": "ucformat.torch.manager.increments",
     "LoadReport": "ucformat.torch.loading.load",
     "LoadedKeys": "ucformat.torch.loading.load_into",

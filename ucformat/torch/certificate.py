@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Certificate", "CertificateEntry"]
 
 #: What a comparison may say of a tensor or a value that is not equal.
-Verdict = Literal["different", "missing", "unexpected", "cast", "uninitialised"]
+Verdict = Literal["different", "missing", "unexpected", "cast", "uninitialised", "older"]
 
 _LISTED = 100  # entries of each kind that a document has
 _SHOWN = 20  # lines of an error
@@ -61,6 +61,8 @@ class Certificate:
         cast: tensors of another dtype than the stored ones, and equal to these when they are cast
             likewise. They make the certificate negative, unless it was made with `cast=True`.
         uninitialised: stored states of parameters for which the optimizer has not made any yet.
+        older: tensors that are equal to what is stored, which is of an earlier step than the
+            checkpoint. They make the certificate negative, unless it was made with `strict_step=False`.
     """
 
     url: str
@@ -79,6 +81,8 @@ class Certificate:
     unexpected: tuple[CertificateEntry, ...] = ()
     cast: tuple[CertificateEntry, ...] = ()
     uninitialised: tuple[CertificateEntry, ...] = ()
+    older: tuple[CertificateEntry, ...] = ()
+    may_be_older: bool = False
 
     def __bool__(self) -> bool:
         return not any(self._faults().values())
@@ -88,6 +92,7 @@ class Certificate:
             verdict: getattr(self, verdict)
             for verdict in get_args(Verdict)
             if not (verdict == "cast" and self.may_cast)
+            and not (verdict == "older" and self.may_be_older)
         }
 
     def _repr_html_(self) -> str:
@@ -107,6 +112,7 @@ class Certificate:
             "values": self.values,
             "not asked for": self.left or None,
             "cast": len(self.cast) or None,
+            "older": len(self.older) or None,
             "layout": ", ".join(f"{k} {v}" for k, v in self.layout.items()),
         }
         return card(good, facts, ("what", "where") if rows else (), rows)
@@ -153,6 +159,7 @@ class Certificate:
             "values": self.values,
             "left": self.left,
             "may_cast": self.may_cast,
+            "may_be_older": self.may_be_older,
             "counts": counts,
             **{
                 verdict: list(map(_entry_document, getattr(self, verdict)[:_LISTED]))
@@ -167,6 +174,7 @@ _MEANING: dict[Verdict, str] = {
     "unexpected": "held by no rank",
     "cast": "cast",
     "uninitialised": "never initialised",
+    "older": "older than the checkpoint",
 }
 
 

@@ -462,12 +462,12 @@ class Viewed:
         return iter(())
 
 
-def _lossy(
+def _marks(
     stored: Mapping[str, ViewedTensor],
     metadata: CheckpointMetadata,
     formulas: Mapping[Key, Formula],
-) -> dict[Key, Loss]:
-    """What of the tensors of a view was encoded with loss; the bounds are those of their sources."""
+) -> tuple[dict[Key, Loss], dict[Key, int]]:
+    """What of the tensors of a view was encoded with loss, or is older; the bounds are those of their sources."""
 
     def sources(view: View) -> Iterator[Key]:
         for key, _ in view.parts:
@@ -477,13 +477,16 @@ def _lossy(
             else:
                 yield key
 
-    lossy = dict[Key, Loss]()
+    lossy, older = dict[Key, Loss](), dict[Key, int]()
     for view in (view for entry in stored.values() for view in entry.states.values()):
         losses = [metadata.lossy[key] for key in sources(view) if key in metadata.lossy]
         if losses:
             _, *bounds = zip(*losses, strict=True)
             lossy[view.info.key] = Loss(losses[0].encoding, *map(max, bounds))
-    return lossy
+        steps = [metadata.older[key] for key in sources(view) if key in metadata.older]
+        if steps:
+            older[view.info.key] = min(steps)
+    return lossy, older
 
 
 def _view_metadata(
@@ -511,6 +514,8 @@ def _view_metadata(
             if e.param in metadata.tensor_list.groups
         }
     infos = tuple(view.info for entry in stored.values() for view in entry.states.values())
+    has_marks = bool(metadata.lossy or metadata.older)
+    lossy, older = _marks(stored, metadata, formulas) if has_marks else ({}, {})
     viewed = metadata.replace(
         tensor_list=TensorList(infos, numbers),
         aliases=aliases,
@@ -520,7 +525,8 @@ def _view_metadata(
         paths={},
         places=(),
         fingerprints={},
-        lossy=_lossy(stored, metadata, formulas) if metadata.lossy else {},
+        lossy=lossy,
+        older=older,
     )
     if any(entry.param != name for name, entry in stored.items()) or aliases != metadata.aliases:
         return viewed

@@ -10,6 +10,7 @@ from ucformat.errors import Conflict
 from ucformat.reading.readable import path_to_json
 from ucformat.schema.served import (
     LossDoc,
+    OlderDoc,
     ServedAssetDoc,
     ServedDoc,
     ServedPlaceDoc,
@@ -59,6 +60,7 @@ def described(served: Served, ref: str, library: Library, access: Access) -> dic
             LossDoc(name=key.name, state=key.state, **loss._asdict())
             for key, loss in ck.lossy.items()
         ),
+        older=tuple(OlderDoc(**key._asdict(), step=step) for key, step in ck.older.items()),
         missing=(*ck.missing, *(f"{name}, a value of each rank" for name in ck.per_rank)),
         catalog=None if served.entry is None else entry_data(library.shown(served.entry, access)),
     )

@@ -62,7 +62,7 @@ def _planned(
     if not (rank.isascii() and rank.isdecimal() and len(rank) <= _DIGITS):
         raise UsageError(f"a rank is a number, not {rank[:40]!r}")
     layout = asked_layout(data["layout"], _RANKS)
-    exact = ck.with_lossy()  # nothing is read
+    exact = ck.with_lossy().with_older()  # nothing is read
     plan = exact.plan(layout, int(rank), data["state"] or None)
     numbers = plan_data(plan)
     files = sorted(numbers["files"].items(), key=lambda file: (-file[1], file[0]))

@@ -83,6 +83,7 @@ def diff(
     differences = _Differences(
         _diff(a, b, options),
         _read_values(a, b, options, reading.workers, out) if reading.values else None,
+        (_older(a, options), _older(b, options)),
     )
     equal = not any(differences.differs(part) for part in chosen)
     out.result(
@@ -96,10 +97,15 @@ def diff(
 
 @dataclass(frozen=True)
 class _Differences:
-    """The differences in the catalog or manifests, and those of the values if they were read."""
+    """The differences in the catalog or manifests, and those of the values if they were read.
+
+    Attributes:
+        older: how many tensors of each side are of earlier steps than it; None where it cannot be opened.
+    """
 
     diff: Diff
     values: list[TensorDifference] | None
+    older: tuple[int | None, int | None]
 
     def changed(self, part: str) -> Sequence[Changed]:
         """The changes in a part other than the tensors."""
@@ -148,6 +154,7 @@ def _lines(
     width = terminal_width()
     if equal:
         yield f"{' and '.join(names)} are equal in {', '.join(chosen)}"
+        yield from _older_lines(differences, names, chosen)
         return
     yield Heading(shorten(" -> ".join(names), width))
     for part in chosen:
@@ -159,6 +166,15 @@ def _lines(
         else:
             rows = [(c.path, _value(c.a), _value(c.b)) for c in differences.changed(part)]
             yield from table((part, *names), rows, left=3, shrink=(0, 1, 2), width=width)
+    yield from _older_lines(differences, names, chosen)
+
+
+def _older_lines(
+    differences: _Differences, names: tuple[str, str], chosen: Sequence[str]
+) -> Iterator[str]:
+    for name, older in zip(names, differences.older, strict=True):
+        if older and "tensors" in chosen:
+            yield f"{plural(older, 'tensor')} of {name} {'is' if older == 1 else 'are'} older than its step"
 
 
 def _value(value: Any) -> str:
@@ -205,7 +221,10 @@ def _tensor(tensor: ListedTensor) -> str:
 
 def _data(differences: _Differences, chosen: Sequence[str], *, equal: bool) -> dict[str, Any]:
 
-    data: dict[str, Any] = {side: _side(getattr(differences.diff, side)) for side in ("a", "b")}
+    data: dict[str, Any] = {
+        side: _side(getattr(differences.diff, side)) | {"older": older}
+        for side, older in zip("ab", differences.older, strict=True)
+    }
     data["equal"] = equal
     for part in _PARTS[:-1]:
         data[part] = [change_data(c) for c in differences.changed(part)] if part in chosen else None
@@ -313,6 +332,17 @@ def _value_lines(values: Sequence[TensorDifference], width: int | None) -> Itera
     same = [v for v in values if v.equal]
     by_digest = sum(v.by_digest for v in same)
     yield f"{plural(len(same), 'tensor')} the same, {count(by_digest)} of them by their digests"
+
+
+def _older(ref: str, options: dict[str, Any] | None) -> int | None:
+    """How many tensors of a checkpoint are older than its step; None if it cannot be opened."""
+    from ucformat.cli.ui.options import open_any
+    from ucformat.errors import UcformatError
+
+    try:
+        return len(open_any(ref, options).older)
+    except UcformatError:  # the catalog may know what is gone
+        return None
 
 
 def _diff_opened(a: str, b: str, catalog: Catalog | None, options: dict[str, Any] | None) -> Diff:

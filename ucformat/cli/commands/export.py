@@ -13,6 +13,7 @@ from ucformat.cli.program import LazyGroup
 from ucformat.cli.ui.options import (
     CATALOG,
     LOSSY,
+    OLDER,
     OPENING,
     SIZE,
     SRC,
@@ -80,11 +81,13 @@ def export_command(kind: str) -> click.Command:
         from ucformat.jobs.cost import estimate_export
         from ucformat.jobs.export import planned_job
 
-        lossy = given.pop("lossy")
+        lossy, older = given.pop("lossy"), given.pop("older")
         given = {name: value for name, value in given.items() if value not in (None, ())}
         source = opening.open(src)
         if lossy:
             source = source.with_lossy()
+        if older:
+            source = source.with_older()
         if work.dry_run:
             given |= work.arguments("verify")
             given.pop("like", None)  # a plan is not compared
@@ -168,6 +171,7 @@ _COMMON = (
         ),
     ),
     LOSSY,
+    OLDER,
 )
 _WORK = work_options(
     click.option(

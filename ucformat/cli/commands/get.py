@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ucformat.cli.ui.options import CATALOG, LOSSY, OPENING, SRC, Opening, bundle, command
+from ucformat.cli.ui.options import CATALOG, LOSSY, OLDER, OPENING, SRC, Opening, bundle, command
 from ucformat.cli.ui.output import terminal_width
 from ucformat.errors import Conflict, NotFound, UsageError
 from ucformat.texts import bytes_text, shape_text
@@ -34,6 +34,7 @@ class Wanted:
     where: str | None = None
     state: str | None = None
     lossy: bool = False
+    older: bool = False
 
 
 @command
@@ -47,6 +48,7 @@ class Wanted:
         "-s", "--state", metavar="STATE", help="The tensor's state.  [default: weight, else master]"
     ),
     LOSSY,
+    OLDER,
 )
 @click.option(
     "-o",
@@ -88,6 +90,8 @@ def get(
     ck = opening.open(src)
     if wanted.lossy:
         ck = ck.with_lossy()
+    if wanted.older:
+        ck = ck.with_older()
     tensor = ck[wanted.name] if wanted.state is None else ck[wanted.name, wanted.state]
     shape = _shape(tensor, index)
     if file is None:

@@ -72,7 +72,7 @@ def plan(
     import ucformat
     from ucformat.reading.rank import plan_data
 
-    ck = opening.open(src).with_lossy()  # nothing is read
+    ck = opening.open(src).with_lossy().with_older()  # nothing is read
     layout = ucformat.Layout.load(file)
     ranks = range(layout.mesh.size) if rank == "all" else [_rank(rank)]
     plans, described = [], ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -113,7 +114,8 @@ def _verified(verification: VerificationEntry) -> str:
 def _certified(certification: CertificationEntry) -> str:
     document = certification.document
     layout = ", ".join(f"{axis} {size}" for axis, size in document["layout"].items())
-    allowed = {"equal", "cast"} if document["may_cast"] else {"equal"}
+    allowed = {"equal"} | ({"cast"} if document["may_cast"] else set())
+    allowed |= {"older"} if document.get("may_be_older") else set()
     unequal = sum(n for kind, n in document["counts"].items() if kind not in allowed)
     result = "as saved" if certification.ok else f"{plural(unequal, 'difference')}"
     return f"{moment(certification.at)}, {layout}: {result}"
@@ -368,6 +370,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
             for state, gone in ck.dropped.items()
         ],
         "lossy": _lossy(ck),
+        "older": _older(ck),
         "unreadable": [
             {"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()
         ],
@@ -439,6 +442,15 @@ def _lossy(ck: Checkpoint) -> list[dict[str, Any]]:
     ]
 
 
+def _older(ck: Checkpoint) -> list[dict[str, Any]]:
+    """The earlier steps of which tensors are: how many of each, and their bytes."""
+    tensors, nbytes = Counter[int](), Counter[int]()
+    for key, step in ck.older.items():
+        tensors[step] += 1
+        nbytes[step] += ck.tensors[key].nbytes
+    return [{"step": s, "tensors": tensors[s], "bytes": nbytes[s]} for s in sorted(tensors)]
+
+
 def _bases(ck: Checkpoint) -> list[dict[str, Any]]:
     """The checkpoints of which tensors are: their ids and places, and how many tensors and bytes; and of patches."""
     if ck.universal is None or ck.viewed:
@@ -473,6 +485,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "total": {},
         "dropped": None,
         "lossy": None,
+        "older": None,
         "unreadable": None,
         "aliases": None,
         "groups": None,
@@ -579,6 +592,9 @@ def _storage(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
             f"{lossy['state']} ({plural(lossy['tensors'], 'tensor')}), by {lossy['encoding']}: {errors}",
             width,
         )
+    for older in s["older"] or ():
+        amount = f"{plural(older['tensors'], 'tensor')} ({bytes_text(older['bytes'])})"
+        yield from field("older", f"{amount} of step {older['step']}", width)
 
 
 def _states(s: Mapping[str, Any], width: int | None) -> Iterator[str]:

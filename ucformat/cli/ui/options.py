@@ -463,6 +463,11 @@ OPENING = bundle("opening", Opening, VIEW, SOURCE)
 LOSSY = click.option(
     "--lossy", is_flag=True, help="Also read states that were encoded with loss; see `ucp show`."
 )
+OLDER = click.option(
+    "--older",
+    is_flag=True,
+    help="Also read tensors that a partial save took from earlier steps; see `ucp show`.",
+)
 
 
 @dataclasses.dataclass(frozen=True)

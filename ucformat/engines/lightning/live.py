@@ -27,7 +27,7 @@ from ucformat.sources.configuration import program_config
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import group_for_call, single_process_group
-from ucformat.torch.loading.arguments import RestoreArguments
+from ucformat.torch.loading.arguments import LoadOptions, RestoreArguments
 from ucformat.torch.loading.load import LoadTargets, load, load_local
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.asynchronous import async_save_local
@@ -386,7 +386,9 @@ def _read(ck: Checkpoint, device: torch.device, *, optimizers: bool) -> _Read:
     }
     shards = [local_of(name, state, t) for (name, state), t in tensors.items()]
     targets = LoadTargets(shards, stateful=optimizers)
-    return tensors, load_local(targets, ck, single_process_group())
+    # nothing here returns a report that could name older tensors
+    options = LoadOptions(strict_step=True)
+    return tensors, load_local(targets, ck, single_process_group(), options)
 
 
 def _state_dict(

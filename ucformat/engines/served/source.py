@@ -199,6 +199,7 @@ def _metadata(document: ServedDoc, key: str) -> tuple[CheckpointMetadata, dict[K
             Key(doc.name, doc.state): Loss(doc.encoding, doc.absolute, doc.relative)
             for doc in document.lossy
         },
+        older={Key(doc.name, doc.state): doc.step for doc in document.older},
         missing=document.missing,
     )
     return metadata, files

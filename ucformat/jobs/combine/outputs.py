@@ -111,11 +111,12 @@ def _output(infos: Sequence[TensorInfo], cast: str | None, scaled: set[str]) -> 
 
 def _chosen(ck: Checkpoint, states: Sequence[str] | None) -> dict[Key, TensorInfo]:
     """The tensors by name and state; by default the state is empty, since it may be another one in each input."""
-    ck.check_readable(("weight", "master") if states is None else states)
+    used = ("weight", "master") if states is None else states
+    ck.check_readable(used)
+    # though the caller may read them: what is made of them would not tell
+    exact = ck.metadata.replace(lossy_allowed=False, older_allowed=False)
+    check_exact(exact, (key for key in ck.tensors if key.state in used), ck.url)
     if states is not None:
-        # though the caller may read them: what is made of them would not tell
-        exact = ck.metadata.replace(lossy_allowed=False)
-        check_exact(exact, (key for key in ck.tensors if key.state in states), ck.url)
         lacking = [s for s in states if not any(key.state == s for key in ck.tensors)]
         if lacking:
             raise UsageError(

@@ -44,6 +44,9 @@ class RestoreArguments(ReadArguments, total=False):
         cast: cast tensors to the dtypes of the state (default: no).
         trust: unpickle opaque objects, which may run code (default: no).
         lossy: load states that were encoded with loss (`save(encode=)`; default: that is an error).
+        strict_step: of tensors that a partial save took from earlier steps: False loads them as
+            asked for; True refuses them, before anything is filled; by default they are loaded, and
+            the report is false, and names them.
         certify: after the load compare what the ranks hold then with what is stored, and raise
             `NotCertified` if anything differs (default: no).
         timeout: seconds after which an unresponsive rank is considered dead (default 1800).
@@ -54,6 +57,7 @@ class RestoreArguments(ReadArguments, total=False):
     cast: bool
     trust: bool
     lossy: bool
+    strict_step: bool | None
     certify: bool
     timeout: float
 
@@ -90,6 +94,7 @@ class LoadOptions:
     cast: bool = False
     trust: bool = False
     lossy: bool = False
+    strict_step: bool | None = None
     certify: bool = False
     broadcast_group: dist.ProcessGroup | None = None
     progress: Callable[[int], None] | None = None

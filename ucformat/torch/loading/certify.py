@@ -85,6 +85,8 @@ class CertifyArguments(TypedDict, total=False):
         leave: what of the checkpoint the state need not have, as for `load`.
         cast: accept tensors of other dtypes than the stored ones, if they are equal to these cast
             likewise (default: no).
+        strict_step: False accepts tensors of which an earlier state is stored, and that are equal to
+            it, as for `load`.
         trust: unpickle opaque objects, which may run code (default: no).
         threads: how many threads compute on this rank, and read if something must be read
             (default: one for each core, and as many as the storage can use).
@@ -96,6 +98,7 @@ class CertifyArguments(TypedDict, total=False):
     names: Mapping[str, int] | None
     leave: str | Iterable[str]
     cast: bool
+    strict_step: bool | None
     trust: bool
     threads: int | None
     group: dist.ProcessGroup | None
@@ -204,7 +207,8 @@ def certify_local(
     record: bool = True,
 ) -> Certificate:
     """Compare what this rank and the others of a group hold; see `certify`."""
-    ck = ck.with_lossy()  # which is compared, and not taken
+    may_be_older = ck.metadata.older_allowed or options.strict_step is False
+    ck = ck.with_lossy().with_older()  # which are compared, and not taken
     with ranks.sharing_errors():
         comparison = _Comparison(live, ck, ranks, options, names)
         statement = comparison.statement()
@@ -223,9 +227,10 @@ def certify_local(
         comparison.nbytes,
         time.monotonic() - begun,
         options.cast,
+        may_be_older=may_be_older,
         **comparison.entries(result),
     )
-    if certificate and not certificate.equal and not certificate.values:
+    if certificate and not (certificate.equal or certificate.older or certificate.values):
         raise UsageError(
             f"no rank has anything in its state that could be compared with {ck.url}",
             hint="pass the state that training goes on from",
@@ -470,10 +475,12 @@ class _Comparison:
             for parts in set(ranks_of.values())
         }
         equal = sorted(ranks_of.keys() - result.unequal)
-        out["equal"] = [
-            CertificateEntry(*key, joined[ranks_of[number]])
-            for number, key in zip(equal, self._renamed(equal), strict=True)
-        ]
+        out["equal"], out["older"] = [], []
+        for number, key in zip(equal, self._renamed(equal), strict=True):
+            step = self.ck.metadata.older.get(self.keys[number])
+            detail = "" if step is None else f"of step {step}"
+            entry = CertificateEntry(*key, joined[ranks_of[number]], detail)
+            out["equal" if step is None else "older"].append(entry)
         return {verdict: tuple(sorted(entries)) for verdict, entries in out.items()}
 
     def _renamed(self, numbers: Iterable[int]) -> list[Key]:

@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import Conflict, TensorNotFound, UsageError, check_choice, check_keywords
+from ucformat.errors import (
+    Conflict,
+    StateMismatch,
+    TensorNotFound,
+    UsageError,
+    check_choice,
+    check_keywords,
+    first_names,
+)
 from ucformat.geometry.box import Box, row_major
-from ucformat.geometry.tensor import Piece, TensorInfo
+from ucformat.geometry.tensor import Key, Piece, TensorInfo
 from ucformat.reading.execute import ReadOptions
 from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID
@@ -52,7 +60,7 @@ from ucformat.torch.state.local import LocalShard, mesh_of
 from ucformat.torch.state.memory import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from os import PathLike
 
     from ucformat.schema.manifest import LaunchDoc, LineageDoc
@@ -69,7 +77,12 @@ class LoadReport:
 
     It is false if something was missing or did not fit, if something is not as it was saved
     (`problems.inexact`), or if `left` has entries: what the checkpoint has of the entries of the
-    state and the state has no place for, unless `leave` named it.
+    state and the state has no place for, unless `leave` named it; or if some tensors are `older`, unless
+    `strict_step=False` asked for them.
+
+    `older` are the tensors that are as they were before the checkpoint's step, because a partial save
+    took them from an earlier one: by how many steps each is older. `older_asked` says whether they
+    were asked for.
 
     `tolerated` are problems of what need not be complete by `strict`.
 
@@ -98,6 +111,8 @@ class LoadReport:
     left: tuple[str, ...] = ()
     tolerated: Problems = field(default_factory=Problems)
     certificate: Certificate | None = None
+    older: Mapping[Key, int] = field(default_factory=dict)
+    older_asked: bool = False
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -112,6 +127,7 @@ class LoadReport:
     def __bool__(self) -> bool:
         return (
             not self.left
+            and (self.older_asked or not self.older)
             and not self.problems.inexact
             and not self.problems.lines(unexpected=False)
         )
@@ -235,6 +251,8 @@ def load_local(
     entries = targets.asked
     if options.lossy:
         ck = ck.with_lossy()
+    older_asked = ck.metadata.older_allowed or options.strict_step is False
+    ck = ck.with_older()  # which the report names
     with ranks.sharing_errors():
         if not isinstance(options.strict, list | tuple):
             check_choice("strict", options.strict, ("report", "weights", True, False))
@@ -283,6 +301,9 @@ def load_local(
     mismatches = replace(joined.problems, unexpected=(*labels.values(), *values))
     mismatches, tolerated = mismatches.of(options.strict)
     left = (*left_labels, *values)
+    older = _older(ck, set(lacking_keys), joined.tensors)
+    if older and (options.strict_step or (options.strict is True and not older_asked)):
+        raise _too_old(ck, older)
     refused = replace(mismatches, unexpected=left, inexact=()) if options.complete else mismatches
     raise_for(refused, options.strict, ck.url, complete=options.complete)
     planned = time.monotonic()
@@ -329,6 +350,30 @@ def load_local(
         mismatches,
         left,
         tolerated,
+        older=older,
+        older_asked=older_asked,
+    )
+
+
+def _older(ck: Checkpoint, lacking: Collection[Key], asked: AskedTensors) -> dict[Key, int]:
+    """By how many steps each tensor that some rank has a place for is older than the checkpoint."""
+    if not ck.metadata.older:
+        return {}
+    placed = zip(ck.tensors, asked.has_place(len(ck.tensors)), strict=True)
+    own = ck.metadata.step or 0
+    return {
+        key: own - ck.metadata.older[key]
+        for key, is_placed in placed
+        if is_placed and key in ck.metadata.older and key not in lacking
+    }
+
+
+def _too_old(ck: Checkpoint, older: Mapping[Key, int]) -> StateMismatch:
+    return StateMismatch(
+        f"{ck.url} is of step {ck.metadata.step}, and {first_names(older, _SUGGESTIONS)} are older, by "
+        f"{min(older.values())} to {max(older.values())} steps",
+        hint="a partial save took them from earlier checkpoints: strict_step=False loads them, or load "
+        "a checkpoint in which everything was saved",
     )
 
 

@@ -514,6 +514,10 @@ class AskedTensors:
         """Return of each of `count` tensors whether it is asked for, and has no place."""
         return np.unpackbits(self.asked & ~self.placed, count=count).astype(np.bool_)
 
+    def has_place(self, count: int) -> NDArray[np.bool_]:
+        """Return of each of `count` tensors whether a rank has a place for it."""
+        return np.unpackbits(self.placed, count=count).astype(np.bool_)
+
 
 @gc_paused()
 def asked_tensors(

@@ -17,7 +17,7 @@ from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
-from ucformat.torch.manager.increments import choose_base
+from ucformat.torch.manager.increments import Increments, choose_base
 from ucformat.torch.manager.preemption import Notice
 from ucformat.torch.manager.restore import restore_newest
 from ucformat.torch.manager.steps import (
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.bulk import Links
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
-    from ucformat.torch.manager.increments import Increments
     from ucformat.torch.manager.restore import Mode
     from ucformat.torch.manager.retention import Keep, RunRetention
     from ucformat.torch.manager.steps import RunStep
@@ -123,6 +122,15 @@ class Manager:
             raise UsageError(
                 f"every={every!r} is not positive", hint="pass a number of steps, or a timedelta"
             )
+        partial = arguments.get("partial")
+        self._is_partial = partial is not None
+        if partial is not None and increments is None:
+            increments = Increments(max_chain=partial.max_chain)
+        elif partial is not None and increments is not None and increments.policy != "consecutive":
+            raise UsageError(
+                f"partial saves are each based on the one before, and increments are {increments.policy!r}",
+                hint='Increments("consecutive"), or leave increments out',
+            )
         if increments is not None:
             arguments = _with_index(arguments)
         self.url = open_store(url).url
@@ -149,6 +157,8 @@ class Manager:
         self._increments = increments
         # on rank 0, the committed checkpoints of the run; None: not listed yet
         self._bases: list[RunStep] | None = None
+        # the ids of those from which this training's experts come
+        self._ancestors: set[str] = set()
         self._later_steps: set[int] = set()  # steps after the restored one that hold a checkpoint
         self._damaged_urls: frozenset[str] = frozenset()  # those of them that may be replaced
         # one thread: a policy is applied after one commit at a time
@@ -210,6 +220,7 @@ class Manager:
         *,
         metrics: Mapping[str, float] | None = None,
         changed: Mapping[str, Any] | ChangedRows | None = None,
+        tokens: Mapping[str, Sequence[int]] | None = None,
         force: bool = False,
     ) -> Saved | SaveHandle | None:
         """Save a checkpoint if it is due, if forced, or if the training is to stop.
@@ -220,6 +231,7 @@ class Manager:
             metrics: numbers to record in the catalog: `{"val_loss": 2.1}`.
             changed: with increments, which rows changed since the base was saved, as for `save`.
                 Only `ChangedRows` knows which checkpoint that is.
+            tokens: with `partial`, how many tokens each expert was given, as for `save`.
             force: save even if no checkpoint is due.
 
         Returns:
@@ -264,6 +276,7 @@ class Manager:
             "step": step,
             "metrics": metrics,
             "changed": changed,
+            "tokens": tokens,
             "overwrite": overwrite,
         }
         self._last_begun = time.monotonic()
@@ -316,7 +329,7 @@ class Manager:
         )
         self._launch.begin(restored.report)
         self._listed, self._begun = restored.listed, False
-        self._bases = None
+        self._bases, self._ancestors = None, _ancestors_of(restored.report)
         return restored.report
 
     def load(
@@ -336,6 +349,7 @@ class Manager:
         report = load(state, url, **self._load_options(options))
         self._launch.begin(report)
         self._listed, self._begun, self._bases = None, False, None
+        self._ancestors = _ancestors_of(report)
         return report
 
     def wait(self) -> Saved | None:
@@ -522,18 +536,22 @@ class Manager:
             ]
             while bases:
                 chosen = choose_base(increments, step, bases)
+                # others may be those of a training that was given up
+                if chosen is not None and self._is_partial and chosen.id not in self._ancestors:
+                    return ""
                 if chosen is None or exists(open_store(chosen.url), MANIFEST):
                     return "" if chosen is None else chosen.url
                 bases.remove(chosen)
             return ""
 
         url: str = ranks.combine(None, then=choose, answer_kind=str)
-        return {"base": url, "patch": increments.patch} if url else {}
+        return {"base": url, "patch": increments.patch} if url else {"base": False}
 
     def _committed(self, saved: Saved, step: int, *, first: bool) -> None:
         """Record a commit, and start to delete old checkpoints in the background."""
         self._last = saved
         self._launch.recorded()
+        self._ancestors.add(saved.id)
         if self._bases is not None:
             self._bases = [s for s in self._bases if s.url != saved.url]
             self._bases.insert(0, read_step(saved.url, step))
@@ -558,6 +576,12 @@ def _with_index(arguments: RunArguments) -> RunArguments:
     if arguments.get("form") == "packed" and arguments.get("codec") is None:
         return {**arguments, "codec": "raw"}
     return arguments
+
+
+def _ancestors_of(report: LoadReport) -> set[str]:
+    """The checkpoint of which a program's experts are those, if all of it was restored."""
+    restored = not report.left and not report.problems.lines(unexpected=True)
+    return {report.id} if restored and report.lineage.kind in ("resume", "reshard") else set()
 
 
 def _make_retention(root: str, keep: Keep) -> RunRetention:

@@ -59,6 +59,7 @@ from ucformat.schema.tensors import TILES, TensorTable
 from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.comm.merging import merged
 from ucformat.torch.comm.wire import encode, message
+from ucformat.torch.saving.experts import PartialSave
 from ucformat.torch.saving.in_place import WrittenParts, block_crcs
 from ucformat.torch.saving.write import ShardDigests, packed_extents
 
@@ -154,7 +155,7 @@ class SaveMetadata:
 
     `after` is the greatest known commit count of the run, in addition to those in `lineage`.
     `assets` are files to store; only rank 0 has them. `launch` is that of the training; the one of
-    rank 0 counts.
+    rank 0 counts. `partial` is what a partial save leaves in its base.
     """
 
     step: int | None = None
@@ -165,6 +166,7 @@ class SaveMetadata:
     after: int | None = None
     assets: Mapping[str, bytes] = field(default_factory=dict)
     launch: LaunchDoc | None = None
+    partial: PartialSave | None = None
 
     @property
     def commits(self) -> int | None:
@@ -525,6 +527,7 @@ def manifest_of(
         grid=grid,
         writers=tuple(r.doc(time.monotonic() - begun_at) for r in slowest(ranks)),
         tensors=tensors,
+        experts=None if metadata.partial is None else metadata.partial.record,
     )
     return references.added_to(manifest.with_sidecar(doc, requires), attempt)
 
@@ -559,18 +562,22 @@ def _with_paths(docs: Sequence[TensorDoc], plan: GlobalPlan) -> tuple[TensorDoc,
     """Tensors of a base, with the paths that they have in this state."""
     return tuple(
         replace(doc, at=tuple(tuple(path_to_json(p)) for p in plan.state_paths.get(key, ())))
+        if doc.step is None  # what the program has not given has the paths that it had
+        else doc
         for doc in docs
         for key in (Key(doc.name, doc.state),)
     )
 
 
 def _check_live(plan: GlobalPlan, live: Mapping[bytes, bytes], tensors: TensorTable) -> None:
-    """Check that what was written is what the ranks held at the call, but for what was encoded with loss."""
+    """Check that what was written is what the ranks held at the call, but for what is lossy or older."""
     sums = plan.sums(live)
     different = [
         Key(t.name, t.state)
         for t in tensors
-        if t.lossy is None and t.fingerprint != text_of(sums.get(Key(t.name, t.state), NO_ELEMENTS))
+        if t.lossy is None
+        and t.step is None
+        and t.fingerprint != text_of(sums.get(Key(t.name, t.state), NO_ELEMENTS))
     ]
     if different:
         raise NotCertified(

@@ -15,6 +15,7 @@ from ucformat.schema.manifest import LaunchDoc, LineageDoc
 from ucformat.schema.tensors import BLOSC
 from ucformat.storage.url import path_text
 from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.experts import Experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +76,9 @@ class RunArguments(TypedDict, total=False):
         patch: store tensors that differ from those of `base` as patches of them, tile by tile, where
             these are smaller (extra `codecs`); of the base each rank reads what it writes. What is
             not equal to the base is packed then, whatever the `form` is, unless there is no base.
+        partial: write only some experts of a mixture of experts; of the others those of the base
+            stand for them, which are older. `base` is the newest checkpoint beside `url` unless it is
+            given, and must be of the same training (`False`: everything is written).
         verify_changed: compare the rows that `changed` does not mark with the base.
         certify: compare fingerprints of the tensors as they are at the call with those of what was
             written, and commit nothing if they differ (default: no). `Manager` compares what ranks
@@ -101,6 +105,7 @@ class RunArguments(TypedDict, total=False):
     replicas: Literal["equal", "first"]
     base: str | PathLike[str] | bool | None
     patch: bool
+    partial: Experts | None
     verify_changed: bool
     certify: bool
     log_to: Literal["mlflow", "wandb"] | Any | None
@@ -129,6 +134,8 @@ class SaveArguments(RunArguments, total=False):
             tensors, are compared with it. A row that changed
             and is not marked is an error where the base's index tells, or with `verify_changed`;
             otherwise the checkpoint cannot be read there.
+        tokens: with `partial`, how many tokens each expert was given since training began, on all
+            ranks together: a list for each layer, as the pattern names it; the same on all ranks.
     """
 
     step: int | None
@@ -137,6 +144,7 @@ class SaveArguments(RunArguments, total=False):
     after: int | None
     launch: LaunchDoc | None
     changed: Mapping[str, Any] | ChangedRows | None
+    tokens: Mapping[str, Sequence[int]] | None
 
 
 @message
@@ -155,12 +163,15 @@ class SaveOptions:
     patch: bool = False
     verify_changed: bool = False
     encode: Mapping[str, str] = field(default_factory=dict)
+    partial: Experts | None = None
 
     @classmethod
     def of(cls, url: str, arguments: RunArguments) -> SaveOptions:
         """Create them from the arguments of `save`."""
         names = {f.name for f in fields(cls)} - {"base", "encode"}
         base = arguments.get("base")
+        if base is None and arguments.get("partial") is not None:
+            base = LATEST
         if isinstance(base, bool):
             base = LATEST if base else None
         return cls(
@@ -188,6 +199,11 @@ class SaveOptions:
             raise UsageError(
                 'patch=True is not possible with form="safetensors", whose files other tools load',
                 hint='form="packed", or without patch',
+            )
+        if self.partial is not None and self.form == "safetensors":
+            raise UsageError(
+                'partial= is not possible with form="safetensors", whose files have all weights',
+                hint='form="packed", or "zarr"',
             )
         check_encode(self.encode)
         for name in ("chunk_bytes", "shard_bytes"):

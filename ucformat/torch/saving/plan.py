@@ -20,6 +20,7 @@ from ucformat.torch.comm.merging import merged
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.agree import Coordinator, agree, digest_of, rows_of, without
 from ucformat.torch.saving.in_place import WeightPlanner, begin_weights
+from ucformat.torch.saving.partial import left_tensors
 from ucformat.torch.saving.shards import OwnPart, plan_shards
 from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement
 
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 
     from ucformat.format.arrays import StoredArray
     from ucformat.format.commit import Attempt
+    from ucformat.schema.tensors import TensorDoc
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
+    from ucformat.torch.saving.experts import PartialSave
     from ucformat.torch.saving.in_place import InPlace, WeightFilesPlan
     from ucformat.torch.saving.options import SaveOptions
     from ucformat.torch.saving.shards import GlobalPlan
@@ -129,12 +132,14 @@ class SavePlanner:
         statement: Statement,
         sums: PieceFingerprints,
         base: Base | None,
+        partial: PartialSave | None = None,
     ) -> RankPlan:
         """Agree on who writes what, and begin the attempt; all ranks call this together.
 
         Args:
             sums: of the items of this rank.
             base: on rank 0, that of the checkpoint.
+            partial: what a partial save leaves in the base.
 
         Raises:
             Conflict: a checkpoint exists, and is not to be replaced or is protected.
@@ -159,7 +164,10 @@ class SavePlanner:
             if begun is None or base is None:
                 return _Referenced()
             try:
-                references = _references(begun.plan, base, contents, patch=options.compares_tiles)
+                left = left_tensors(base, partial)
+                references = _references(
+                    begun.plan, base, contents, left, patch=options.compares_tiles
+                )
                 references.kept(patched=False).protect(str(begun.attempt.keeps))
                 rows = rows_of(begun.plan, references.keys)
                 plan = without(begun.plan, rows)
@@ -212,11 +220,17 @@ class SavePlanner:
 
 
 def _references(
-    plan: GlobalPlan, base: Base, contents: Mapping[bytes, bytes], *, patch: bool
+    plan: GlobalPlan,
+    base: Base,
+    contents: Mapping[bytes, bytes],
+    left: Sequence[TensorDoc] = (),
+    *,
+    patch: bool,
 ) -> References:
     """The tensors that a base has, by the sums of what the ranks hold of each description.
 
     Args:
+        left: tensors of the base that stand for what no rank saves.
         patch: whether tiles of others may be patches of those of the base, which is number 0 then.
     """
     sums = plan.sums(contents)
@@ -224,7 +238,7 @@ def _references(
         base.match(info, text_of(sums.get(info.key, NO_ELEMENTS)))
         for info in (*plan.arrays.infos, *plan.packed.infos)
     )
-    return base.referenced((doc for doc in matches if doc is not None), patch=patch)
+    return base.referenced((doc for doc in matches if doc is not None), patch=patch, left=left)
 
 
 @gc_paused()

@@ -40,6 +40,7 @@ from ucformat.torch.saving.manifest import (
     write_report,
 )
 from ucformat.torch.saving.options import SaveArguments, SaveOptions
+from ucformat.torch.saving.partial import check_partial, leave_experts
 from ucformat.torch.saving.patching import KeptTiles, agree_on_base
 from ucformat.torch.saving.plan import SavePlanner
 from ucformat.torch.saving.statement import PieceFingerprints, RankState, WriteItem
@@ -104,6 +105,7 @@ def write_checkpoint(
     begun, retried = time.monotonic(), int(retries)
     with group.kept(SavePlanner) as planner:
         with group.sharing_errors():
+            check_partial(options, metadata)
             store, own = open_store(options.url), _rank_state(state, memories)
         base, options, patcher = agree_on_base(group, options, store.url, state.changed, kept)
         with group.sharing_errors():  # plan here
@@ -111,7 +113,7 @@ def write_checkpoint(
             sums = PieceFingerprints(own.items, own.elements)
             if options.base is not None and group.size == 1:  # ranks on one host share its cores
                 sums.compute(default_threads())
-        plan = planner.agree(group, options, store, statement, sums, base)
+        plan = planner.agree(group, options, store, statement, sums, base, metadata.partial)
     planned = time.monotonic()
     report: WriteReport | Exception
     try:
@@ -303,6 +305,7 @@ def save_prepared(
 ) -> Saved:
     """Save what `prepare` has collected, together with the other ranks of a group."""
     local, options, interval = with_tracked_rows(local, options, arguments, ranks)
+    local, options, metadata = leave_experts(local, options, metadata, arguments, ranks)
     saved = save_in_group(local, options, metadata, ranks)
     if interval is not None:
         interval.saved = lambda: saved.id

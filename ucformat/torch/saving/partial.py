@@ -1,0 +1,164 @@
+"""Partial saves: of experts that are not chosen nothing is written, and the base's tensors stand for them.
+
+All ranks read the manifest of the base, so each of them finds the same choice by itself. What only
+ranks together know, which of the base's tensors the program still has, is a bit for each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ucformat.errors import Conflict, UsageError
+from ucformat.geometry.tensor import Key
+from ucformat.storage.url import open_store
+from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.base import open_base
+from ucformat.torch.saving.experts import (
+    ExpertNames,
+    HeldByRanks,
+    PartialSave,
+    Selection,
+    check_state,
+    counts_of,
+    record_of,
+)
+
+if TYPE_CHECKING:
+    from ucformat.jobs.increments import Base
+    from ucformat.schema.manifest import Manifest
+    from ucformat.schema.tensors import TensorDoc
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.saving.manifest import SaveMetadata
+    from ucformat.torch.saving.options import SaveArguments, SaveOptions
+    from ucformat.torch.state.local import LocalState
+
+
+@message
+class _Asked:
+    """What ranks ask for, which must be the same: rank and text of the first, and of one that differs."""
+
+    rank: int
+    text: str
+    other: int = -1
+    other_text: str = ""
+
+
+def _compare(a: _Asked, b: _Asked) -> _Asked:
+    if a.other < 0 and b.text != a.text:
+        return replace(a, other=b.rank, other_text=b.text)
+    return a if a.other >= 0 or b.other < 0 else replace(a, other=b.other, other_text=b.other_text)
+
+
+def leave_experts(
+    local: LocalState,
+    options: SaveOptions,
+    metadata: SaveMetadata,
+    arguments: SaveArguments,
+    ranks: Group,
+) -> tuple[LocalState, SaveOptions, SaveMetadata]:
+    """Leave out the tensors of experts that are not saved; all ranks call this before anything is copied.
+
+    Raises:
+        UsageError: the save has no step, a later one than the base's, or no counts where the choice needs them.
+    """
+    experts = options.partial
+    if experts is None:
+        return local, options, metadata
+    with ranks.sharing_errors():
+        counts = counts_of(experts, arguments.get("tokens"))
+        names = ExpertNames(experts.pattern)
+        check_state(local, names)
+        step = metadata.step
+        if step is None:
+            raise UsageError(
+                "a partial save records of which step each tensor is, and has no step",
+                hint="step=, the number of the training step",
+            )
+
+    def find(asked: _Asked) -> str:
+        if asked.other >= 0:
+            raise UsageError(
+                f"rank {asked.other} saves with {asked.other_text}, rank {asked.rank} with {asked.text}",
+                hint="give all ranks the same arguments; tokens are those of all ranks together",
+            )
+        base = open_base(options.base, open_store(options.url).url)
+        if base is None:
+            return ""
+        base.check_depth()
+        _check_step(base.manifest, step, base.url)
+        return base.url
+
+    asked = _Asked(ranks.rank, f"{experts} and tokens of {sorted(counts.items())}")
+    place = ranks.combine(asked, _compare, _Asked, find, str)
+    if not place:
+        whole = PartialSave(record=record_of(Selection(names, None), counts, metadata.lineage))
+        return (
+            local,
+            replace(options, base=None, patch=False),
+            replace(metadata, partial=whole),
+        )
+    from ucformat.torch.loading.share import open_together
+
+    base = open_together(place, ranks, more=True)
+    with ranks.sharing_errors():
+        assert base.universal is not None  # noqa: S101 - rank 0 has opened it as a base
+        selection = Selection(names, base.universal.manifest)
+        own = selection.held_by(local)
+
+    def both(a: HeldByRanks, b: HeldByRanks) -> HeldByRanks:
+        return HeldByRanks(_either(a.tensors, b.tensors), _either(a.others, b.others))
+
+    held: HeldByRanks = ranks.combine(own, both, HeldByRanks, lambda every: every, HeldByRanks)
+    with ranks.sharing_errors():
+        left, record = selection.leave(experts, held, counts, metadata.lineage)
+        keys = {Key(doc.name, doc.state) for doc in left}
+        kept = tuple(t for t in local.tensors if t.key not in keys)
+    partial = PartialSave(selection.base.id, selection.bits(keys), record)
+    return (
+        replace(local, tensors=kept),
+        replace(options, base=place),
+        replace(metadata, partial=partial),
+    )
+
+
+def check_partial(options: SaveOptions, metadata: SaveMetadata) -> None:
+    """Check that experts were chosen before a state was taken for that of a partial save."""
+    if options.partial is not None and metadata.partial is None:
+        raise UsageError(
+            "partial= is not supported here",
+            hint="ucformat.torch.save, async_save, Manager, and the saves of DeepSpeed and Megatron have it",
+        )
+
+
+def left_tensors(base: Base, partial: PartialSave | None) -> list[TensorDoc]:
+    """The tensors of a base that stand for those that are not saved.
+
+    Raises:
+        Conflict: another checkpoint has taken the place of the base.
+    """
+    if partial is None or not partial.base:
+        return []
+    if base.manifest.id != partial.base:
+        raise Conflict(
+            f"{base.url} is no longer the checkpoint {partial.base}, from which experts were to be taken",
+            hint="save again",
+        )
+    table = base.manifest.tensors
+    rows = np.flatnonzero(np.unpackbits(np.frombuffer(partial.left, np.uint8), count=len(table)))
+    return [table[row] for row in rows.tolist()]
+
+
+def _check_step(base: Manifest, step: int, url: str) -> None:
+    if base.step is None or base.step >= step:
+        has = "no step" if base.step is None else f"step {base.step}"
+        raise UsageError(
+            f"step {step} cannot take experts from {url}, which has {has}",
+            hint="base= an earlier checkpoint of the same training, or base=False to save everything",
+        )
+
+
+def _either(a: bytes, b: bytes) -> bytes:
+    return (np.frombuffer(a, np.uint8) | np.frombuffer(b, np.uint8)).tobytes()
