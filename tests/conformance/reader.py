@@ -244,7 +244,9 @@ class Checkpoint:
         need(m["version"] == 1, "there is no such version")
         if isinstance(named := m.get("requires"), list):
             need(all(n in FEATURES for n in named), f"it requires {named}", Upgrade)
-        files = dict.fromkeys(("objects", "per_rank", "sidecar", "verified", "grid", "experts"), dict)
+        files = dict.fromkeys(
+            ("objects", "per_rank", "sidecar", "verified", "grid", "experts"), dict
+        )
         nullable = {"run": str, "step": int, "commits": int, **files}
         optional = dict.fromkeys(
             ("producer", "metrics", "config", "layout", "aliases", "assets"), dict
@@ -286,7 +288,9 @@ class Checkpoint:
             of_type(experts, {"layers": dict, "lost": int | float})
             for layer in experts["layers"].values():
                 of_type(layer, dict.fromkeys(("seen", "held", "stored"), list))
-                need(len({*map(len, layer.values())}) == 1, "tokens of different numbers of experts")
+                need(
+                    len({*map(len, layer.values())}) == 1, "tokens of different numbers of experts"
+                )
                 counts = [n for of_experts in layer.values() for n in of_experts]
                 need(all(type(n) is int and 0 <= n <= MOST_INTEGER for n in counts), "tokens")
         need(not sidecar.get("roots") or "virtual" in m["requires"], "it is virtual")
@@ -447,7 +451,9 @@ class Checkpoint:
         if (step := t.get("step")) is not None:
             need("steps" in self.manifest["requires"], "it does not require steps")
             own = self.manifest.get("step")
-            need(own is not None and step < own, "a tensor that is older, and not of an earlier step")
+            need(
+                own is not None and step < own, "a tensor that is older, and not of an earlier step"
+            )
         need(codec is None or "codecs" in self.manifest["requires"], "it does not require codecs")
         need(codec != ("blosc" if t.get("path") is None else "tiles"), "a codec of another form")
         if t.get("base") is not None:

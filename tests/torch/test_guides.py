@@ -100,6 +100,21 @@ def test_saving_less(tmp_path: Path) -> None:
     assert verified
 
 
+def test_saving_some_experts(tmp_path: Path) -> None:
+    first, second, shown, verified = follow("sparse.md", tmp_path)
+    nbytes = {
+        int(step): int(n.replace(",", ""))
+        for step, n in re.findall(r"step (\d+): ([\d,]+) bytes", first + second)
+    }
+    assert list(nbytes) == list(range(2, 25, 2))
+    assert all(n < nbytes[2] for step, n in nbytes.items() if step > 2)
+    assert nbytes[24] < nbytes[2] / 2
+    assert re.search(r"restored step 12; experts are older by up to \d+ steps", second)
+    assert re.search(r"older +\d+ tensors", shown)
+    assert re.search(r"lost +\d+\.\d+ % of tokens", shown)
+    assert "older than the checkpoint's step" in verified
+
+
 @pytest.mark.matrix
 def test_trackers(tmp_path: Path) -> None:
     catalog = str(tmp_path / "catalog.db")

@@ -176,7 +176,7 @@ class Universal:
                 Key(doc.name, doc.state): Loss(str(doc.lossy), *(doc.bound or (0.0, 0.0)))
                 for doc in map(table.__getitem__, map(int, table.bound))
             },
-            older=dict(table.older()),
+            older={Key(*key): step for key, step in table.older()},
         )
         self._sidecar: Sidecar | None = None
         self._missing: dict[str, int] = {}

@@ -78,7 +78,7 @@ class Report:
     checkpoint is only a part of; empty if it is whole. `signed_by` is whose valid signature the
     manifest has, empty if none was asked for, and `signed_files` the number of other files whose
     SHA-256 that states. `bases` are the places of other checkpoints of which tensors are, with
-    their numbers.
+    their numbers. `older` is the number of tensors that are older than the checkpoint's step.
     """
 
     url: str
@@ -93,6 +93,7 @@ class Report:
     signed_by: str = ""
     signed_files: int = 0
     bases: Mapping[str, int] = field(default_factory=dict)
+    older: int = 0
 
     def __bool__(self) -> bool:
         return not self.problems

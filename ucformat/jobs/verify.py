@@ -167,6 +167,7 @@ def verify(
         "" if signed is None else signed.by,
         0 if signed is None else len(signed.digests) - 1,
         {url: n for url, (n, _) in ck.universal.bases.amounts().items()} if ck.universal else {},
+        len(ck.older),
     )
     if not part:
         record_verification(ck, report)

@@ -371,6 +371,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         ],
         "lossy": _lossy(ck),
         "older": _older(ck),
+        "lost": ck.manifest.experts.lost if ck.manifest.experts else None,
         "unreadable": [
             {"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()
         ],
@@ -486,6 +487,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "dropped": None,
         "lossy": None,
         "older": None,
+        "lost": None,
         "unreadable": None,
         "aliases": None,
         "groups": None,
@@ -595,6 +597,10 @@ def _storage(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
     for older in s["older"] or ():
         amount = f"{plural(older['tensors'], 'tensor')} ({bytes_text(older['bytes'])})"
         yield from field("older", f"{amount} of step {older['step']}", width)
+    if s["lost"] is not None:
+        yield from field(
+            "lost", f"{s['lost'] * 100:.2f} % of tokens, if training goes on from here", width
+        )
 
 
 def _states(s: Mapping[str, Any], width: int | None) -> Iterator[str]:

@@ -137,6 +137,8 @@ def _describe(report: Report) -> Iterator[str]:
         yield f"  only a part of a checkpoint: {report.part_of}"
     for place, number in report.bases.items():
         yield f"  {plural(number, 'tensor')} of them in the base {place}"
+    if report.older:
+        yield f"  {plural(report.older, 'tensor')} of them older than the checkpoint's step: `ucp show`"
     for place in report.unprotected:
         yield f"  unprotected: there is no record in {place} that its files are needed"
 
@@ -153,6 +155,7 @@ def _data(report: Report) -> dict[str, Any]:
         "bytes_unverified": report.bytes_unverified,
         "unprotected": list(report.unprotected),
         "bases": dict(report.bases),
+        "older": report.older,
         "part": report.part or None,
         "part_of": report.part_of or None,
         "problems": [
