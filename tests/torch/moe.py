@@ -24,7 +24,7 @@ class _Shared(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
         return added_up(grad)
 
 
@@ -36,7 +36,7 @@ class _Added(torch.autograd.Function):
         return added_up(x)
 
     @staticmethod
-    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
@@ -114,7 +114,7 @@ class Model(nn.Module):
     def tokens(self) -> dict[str, list[int]]:
         """How many tokens each expert was given."""
         return {
-            f"layers.{n}.experts": [layer.tokens[e] for e in range(layer.router.shape[1])]  # type: ignore[index, union-attr]
+            f"layers.{n}.experts": [layer.tokens[e] for e in range(layer.router.shape[1])]
             for n, layer in enumerate(self.layers)
         }
 
@@ -134,7 +134,7 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[tuple[st
     names = {p: name for name, p in model.named_parameters()}
     out = {(name, "weight"): _digest(p) for p, name in names.items()}
     for p, states in optimizer.state.items():
-        out |= {(names[p], state): _digest(t) for state, t in states.items()}  # type: ignore[index]
+        out |= {(names[p], state): _digest(t) for state, t in states.items()}
     return out
 
 

@@ -173,8 +173,7 @@ class Base:
 
         def older(doc: TensorDoc) -> TensorDoc:
             step = self.manifest.step if doc.step is None else doc.step
-            marks = {"at": doc.at, "lossy": doc.lossy, "bound": doc.bound, "step": step}
-            return replace(reference(doc), **marks)
+            return replace(reference(doc), at=doc.at, lossy=doc.lossy, bound=doc.bound, step=step)
 
         tensors, alike = tuple(map(reference, docs)), tuple(map(reference, patched))
         tensors += tuple(map(older, left))

@@ -54,15 +54,18 @@ _REST = "lightning"  # the object with everything except tensors of the model an
 _HYPER = ("hyper_parameters", "datamodule_hyper_parameters")
 _TENSORS = ("state_dict", "optimizer_states")
 #: Arguments of saves that there are not here, and what to do instead.
+_NOT_PARTIAL = "in a loop of your own, ucformat.torch.Manager saves some experts at a time"
 _OF_STRATEGIES = {
     "group": "all ranks of the strategy save together",
     "increments": 'base="latest", which bases each checkpoint on the newest one beside it',
     "changed": "leave it out: tensors are compared with the base",
+    "partial": _NOT_PARTIAL,
 }
 _OF_ONE_RANK = {
     "group": "one rank saves alone",
     "timeout": "one rank saves alone, and waits for no other",
     "names": "save with UniversalDDPStrategy or UniversalModelParallelStrategy",
+    "partial": _NOT_PARTIAL,
 }
 _OF_TRAINING = ("callbacks", "loops", "optimizer_states", "lr_schedulers")
 
@@ -337,6 +340,7 @@ def _described(
         "metrics": metrics,
         "config": config,
         "changed": None,
+        "tokens": None,
         "overwrite": True,
         **launch.next_save(),
         **arguments,

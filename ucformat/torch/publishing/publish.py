@@ -114,7 +114,10 @@ class Publisher:
         refuse_arguments(
             "Publisher",
             arguments,
-            {"log_to": "log the versions that matter by `ucformat.log_reference`"},
+            {
+                "log_to": "log the versions that matter by `ucformat.log_reference`",
+                "partial": "subscribers would get experts of different steps",
+            },
         )
         if keep is not None and keep < 1:
             raise UsageError(f"keep must be at least 1, not {keep}")

@@ -320,9 +320,11 @@ class Selection:
             return [], tokens.record(
                 frozenset(self.experts)
             )  # nothing tells what the base has seen
-        for expert in self.experts.values() if tokens is not None else ():
-            expert.unsaved = tokens.unsaved(expert)
-            expert.share = expert.unsaved / max(1, sum(counts[expert.place.layer])) / len(counts)
+        if tokens is not None:
+            for expert in self.experts.values():
+                expert.unsaved = tokens.unsaved(expert)
+                of_layer = max(1, sum(counts[expert.place.layer]))
+                expert.share = expert.unsaved / of_layer / len(counts)
         saved = {place for place in self.experts if place not in alike}
         for ordinal, layer in enumerate(self.layers.values()):
             ordered = sorted(layer, key=_order_of(experts, ordinal, len(layer)))
