@@ -47,7 +47,7 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     found = object_of(run("show", committed, "--json").stdout)
     assert list(found) == [
         "url", "kind", "id", "step", "engine", "layout", "parameters", "dtypes", "whole", "outdated", "states", "total",
-        "dropped", "lossy", "unreadable", "aliases", "groups", "objects", "per_rank", "assets", "unread", "missing",
+        "dropped", "lossy", "older", "lost", "unreadable", "aliases", "groups", "objects", "per_rank", "assets", "unread", "missing",
         "zarr_url", "hf_url", "packed", "encoded", "bases", "unprotected", "catalog",
     ]  # fmt: skip
     assert found["kind"] == "ucformat"
@@ -353,3 +353,31 @@ def test_it_says_what_was_encoded_with_loss(run: Run, tmp_path: Path) -> None:
     run("convert", exact, encoded, "--encode", "exp_avg=adaptive:2")
     assert object_of(run("show", encoded, "--json").stdout)["lossy"] == [found]
     assert "PATTERN=ENCODING" in run("convert", exact, encoded, "--encode", "x", code=2).stderr
+
+
+def test_it_says_what_is_older(run: Run, tmp_path: Path) -> None:
+    import torch
+
+    from ucformat.torch import Experts, save
+
+    for step in range(1, 3):
+        experts = {f"experts.{n}.w": torch.full((2,), 10.0 * step + n) for n in range(3)}
+        save({"model": experts}, tmp_path / str(step), step=step, partial=Experts())
+    place = tmp_path / "2"
+    shown = object_of(run("show", place, "--json").stdout)
+    assert shown["older"] == [{"step": 1, "tensors": 2, "bytes": 16}]
+    assert shown["lost"] is None
+    assert "older     2 tensors (16 B) of step 1" in run("show", place).stdout
+    (get, name) = ("get", "experts.2.w")
+    assert "--older" in run(get, place, name, code=6).stderr
+    assert "12" in run(get, place, name, "--older").stdout
+    export = ("export", "npz", place, tmp_path / "a.npz")
+    assert "--older" in run(*export, code=6).stderr
+    run(*export, "--older")
+    verified = run("verify", place)
+    assert "2 tensors of them older than the checkpoint's step" in verified.stdout
+    assert object_of(run("verify", place, "--json").stdout)["older"] == 2
+    compared = run("diff", tmp_path / "1", place)
+    assert f"2 tensors of {place} are older than its step" in compared.stdout
+    sides = object_of(run("diff", tmp_path / "1", place, "--json").stdout)
+    assert (sides["a"]["older"], sides["b"]["older"]) == (0, 2)
