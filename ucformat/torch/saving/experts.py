@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ucformat.errors import UsageError
+from ucformat.errors import Conflict, UsageError
 from ucformat.geometry.patterns import compile_pattern
 from ucformat.schema.limits import MAX_CHAIN, MAX_INTEGER
 from ucformat.schema.manifest import ExpertLayerDoc, ExpertsDoc
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ucformat.geometry.tensor import Key, TensorInfo
+    from ucformat.jobs.increments import Base
     from ucformat.schema.manifest import LineageDoc, Manifest
     from ucformat.schema.tensors import TensorDoc
     from ucformat.torch.state.local import LocalState
 
 __all__ = ["Experts"]
 
-#: Names of single experts: Transformers, DeepSpeed, Megatron's sequential and grouped ones.
+#: Names of single experts: `experts.3.…`, with a list of its own between, and of grouped ones, `linear_fc1.weight3`.
 _PATTERNS = (
-    r"(?P<layer>(?:.*\.)?experts)\.(?:(?:deepspeed|local)_experts\.)?(?P<expert>[0-9]+)\..*",
+    r"(?P<layer>(?:.*\.)?experts)\.(?:[a-z]+_experts\.)?(?P<expert>[0-9]+)\..*",
     r"(?P<layer>(?:.*\.)?experts)\.linear_fc[12]\.(?:weight|bias)(?P<expert>[0-9]+)",
 )
 _STACKED = re.compile(r"(?:.*\.)?experts\..*")
@@ -53,8 +54,8 @@ class Experts:
             checkpoint: further experts are saved, those with most unsaved tokens first, until it is
             kept (default: no limit). It needs `tokens=`.
         pattern: a regular expression that matches whole names of tensors of experts, with the groups
-            `layer` and `expert`, a number (default: the usual names of Transformers, DeepSpeed and
-            Megatron).
+            `layer` and `expert`, a number (default: the usual names,
+            docs/guides/sparse.md).
         max_chain: how many partial saves of `Manager` may follow each other before everything is
             saved, at most 63.
 
@@ -153,6 +154,24 @@ class PartialSave:
     base: str = ""
     left: bytes = b""
     record: ExpertsDoc | None = None
+
+
+def left_tensors(base: Base, partial: PartialSave | None) -> list[TensorDoc]:
+    """The tensors of a base that stand for those that are not saved.
+
+    Raises:
+        Conflict: another checkpoint has taken the place of the base.
+    """
+    if partial is None or not partial.base:
+        return []
+    if base.manifest.id != partial.base:
+        raise Conflict(
+            f"{base.url} is no longer the checkpoint {partial.base}, from which experts were to be taken",
+            hint="save again",
+        )
+    table = base.manifest.tensors
+    rows = np.flatnonzero(np.unpackbits(np.frombuffer(partial.left, np.uint8), count=len(table)))
+    return [table[row] for row in rows.tolist()]
 
 
 @message

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucformat.errors import Conflict, UsageError
+from ucformat.errors import UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.wire import message
@@ -27,9 +27,7 @@ from ucformat.torch.saving.experts import (
 )
 
 if TYPE_CHECKING:
-    from ucformat.jobs.increments import Base
     from ucformat.schema.manifest import Manifest
-    from ucformat.schema.tensors import TensorDoc
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.manifest import SaveMetadata
     from ucformat.torch.saving.options import SaveArguments, SaveOptions
@@ -129,26 +127,8 @@ def check_partial(options: SaveOptions, metadata: SaveMetadata) -> None:
     if options.partial is not None and metadata.partial is None:
         raise UsageError(
             "partial= is not supported here",
-            hint="ucformat.torch.save, async_save, Manager, and the saves of DeepSpeed and Megatron have it",
+            hint="ucformat.torch.save, async_save and Manager have it",
         )
-
-
-def left_tensors(base: Base, partial: PartialSave | None) -> list[TensorDoc]:
-    """The tensors of a base that stand for those that are not saved.
-
-    Raises:
-        Conflict: another checkpoint has taken the place of the base.
-    """
-    if partial is None or not partial.base:
-        return []
-    if base.manifest.id != partial.base:
-        raise Conflict(
-            f"{base.url} is no longer the checkpoint {partial.base}, from which experts were to be taken",
-            hint="save again",
-        )
-    table = base.manifest.tensors
-    rows = np.flatnonzero(np.unpackbits(np.frombuffer(partial.left, np.uint8), count=len(table)))
-    return [table[row] for row in rows.tolist()]
 
 
 def _check_step(base: Manifest, step: int, url: str) -> None:

@@ -19,8 +19,8 @@ from ucformat.storage.concurrency import gc_paused
 from ucformat.torch.comm.merging import merged
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.agree import Coordinator, agree, digest_of, rows_of, without
+from ucformat.torch.saving.experts import left_tensors
 from ucformat.torch.saving.in_place import WeightPlanner, begin_weights
-from ucformat.torch.saving.partial import left_tensors
 from ucformat.torch.saving.shards import OwnPart, plan_shards
 from ucformat.torch.saving.statement import Exceptions, StatedFacts, Statement
 
