@@ -260,7 +260,15 @@ METHODS: dict[str, Callable[[Catalog], Any]] = {
     "excess_rights": lambda c: c.excess_rights(),
     "find": find,
     "lines": lambda c: c.lines("run = 'run7'"),
-    "facets": lambda c: [c.facets(where, most=3) for where in ("", *FILTERS)],
+    "curves": lambda c: [
+        c.curves("run7", where, most=most) for where in ("", "tag = 'good'") for most in (3, 30)
+    ],
+    "page": lambda c: [
+        c.page(where, sort=sort, limit=2, offset=offset, counted=3)
+        for where in ("", *FILTERS, "tag = 'good' and run in ('run7')")
+        for sort in ("newest", "metric.loss")
+        for offset in (0, 2)
+    ],
     "forget": lambda c: c.forget(c.places("/data/run7/9")),
     "between": lambda c: c.between("run7", 1, 5),
     "get": lambda c: [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
 from tests.catalog.acts import put
 from tests.catalog.manifests import manifest
+from ucformat.catalog import search
 from ucformat.catalog.entries import BestEntry
 from ucformat.errors import UsageError
 
@@ -69,6 +71,20 @@ def test_the_last_saved_comes_first(catalog: Catalog) -> None:
     assert [run.name for run in catalog.runs()] == ["a", "b", "c"], "of equal times by name"
     assert [run.name for run in catalog.runs(limit=1, offset=1)] == ["b"]
     assert [run.name for run in catalog.runs("step >= 0", limit=2)] == ["a", "b"]
+
+
+def test_the_best_is_found_wherever_it_is(catalog: Catalog) -> None:
+    fill(catalog)
+    for n in range(6):
+        put(catalog, 30 + n, run="worse", step=n, metrics={"loss": 100.0 - (n % 3)})
+    put(catalog, 40, run="nothing", metrics={"loss": NAN})
+    with mock.patch.object(search, "_WALKED", (1, 2)):  # as if there were many better ones
+        for where in ("", "step >= 0"):
+            best = {run.name: run.best for run in catalog.runs(where, metric="loss")}
+            assert best["worse"] == BestEntry(98.0, catalog.get("worse@2").id, 2)
+            assert best["run7"] == BestEntry(2.0, catalog.get("run7@20").id, 20)
+            assert best["other"] is None
+        assert best["nothing"] is None
 
 
 def test_a_metric_that_nothing_has_is_an_error(catalog: Catalog) -> None:

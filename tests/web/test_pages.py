@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import ucformat
+from bench.catalog_fill import Plan, fill
 from tests.catalog.acts import put
 from tests.catalog.test_plans import check, executed
 from tests.exporters.sources import Arrays, opened
@@ -465,6 +466,30 @@ def test_what_is_gone_is_told(stored: Catalog) -> None:
             name, _, rest = path.partition("/")
             twin = ask(f"/ui/{name}.json/{rest}")
             assert (twin.status, "error" in json.loads(twin.body)) == (answer.status, True)
+
+
+def test_the_page_of_a_long_run_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ucformat.web.comparing._STEPS", 10)
+    monkeypatch.setattr("ucformat.web.comparing._POINTS", 40)
+    sizes, statements = [], []
+    for number in (200, 400):
+        with closing(Catalog(f"sqlite:///{tmp_path}/{number}.db")) as catalog:
+            fill(catalog, Plan(number, 1, runs=1))
+            with serving(catalog) as ask:
+                page, data = both(ask, "/ui/run/run00", "/ui/run.json/run00")
+                with executed() as seen:
+                    sizes.append(len(ask("/ui/run/run00").body))
+                statements.append(len(seen))
+            assert data["every"] == 100 * (number - 1) // 40 + 1
+            assert f"of each {data['every']:,} steps" in page.text
+            assert len(page.rows) == 1 + len(data["steps"]) == 11
+            assert data["more"]
+            losses = {e.step: e.metrics["val_loss"] for e in catalog.find()}
+            points = dict(data["metrics"]["val_loss"])
+            assert all(losses[step] == value for step, value in points.items())
+            assert 38 <= len(points) <= 40
+    assert sizes[1] < 1.05 * sizes[0]
+    assert statements[0] == statements[1] < 25
 
 
 def test_a_run_and_a_comparison(stored: Catalog) -> None:

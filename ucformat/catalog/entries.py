@@ -130,6 +130,34 @@ class LineEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class PageEntry:
+    """Some of the checkpoints that match a filter.
+
+    `counts` says how many of the first that match have each run, kind and tag, the most frequent
+    first. `total` is how many match; None if more than 10,000 would have to be tested.
+    """
+
+    entries: list[Entry]
+    counts: Mapping[str, Mapping[str, int]]
+    total: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CurvesEntry:
+    """The metrics of a run along its steps.
+
+    `points` are pairs of a step and a value by the name of the metric, those of most steps first,
+    and `others` are the names of further ones, of which `unnamed` more are not listed. If `every`
+    is more than 1, the first checkpoint of each so many steps is told, else all are.
+    """
+
+    points: Mapping[str, list[tuple[int, float]]]
+    others: list[str]
+    unnamed: int
+    every: int
+
+
+@dataclass(frozen=True, slots=True)
 class BestEntry:
     """The best value of a metric in a run, and the id and step of the first checkpoint that has it."""
 

@@ -166,30 +166,26 @@ def load_families(
 
 
 def select_newest_first(*where: ColumnElement[bool]) -> Select[Any]:
-    """The order of `lines.newest_first` as a query.
-
-    Returns:
-        A query for serial, id, kind, step, commits and created, and `counted`: the commits or their
-        substitute.
-    """
+    """A query for the serials of checkpoints in the order of `lines.newest_first`."""
     alone = sa.or_(
         CheckpointRow.run_id.is_(None),
         sa.and_(CheckpointRow.step.is_(None), CheckpointRow.commits.is_(None)),
     )
     counted = _counted(
-        [CheckpointRow.run_id, family(), sa.case((alone, CheckpointRow.serial))], where
+        [CheckpointRow.run_id, family(), sa.case((alone, CheckpointRow.serial))],
+        where,
+        ("serial", "created"),  # all rows are sorted, so each column more takes time
     )
     order = (counted["counted"], counted["at"], counted.created, counted.serial)
     latest = sa.func.max(counted.created).over(
         partition_by=(counted.part_0, counted.part_1, counted.part_2), order_by=order
     )
-    query = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")))
-    return query.order_by(latest.desc(), *(key.desc() for key in order))
+    return sa.select(counted.serial).order_by(latest.desc(), *(key.desc() for key in order))
 
 
 def select_newest_of_launches(*where: ColumnElement[bool]) -> Select[Any]:
     """A query for the newest checkpoints of each launch, several where they tie."""
-    counted = _counted([CheckpointRow.launch_id], where)
+    counted = _counted([CheckpointRow.launch_id], where, _COLUMNS)
     order = (counted["counted"].desc(), counted["at"].desc())
     place = sa.func.rank().over(partition_by=counted.part_0, order_by=order).label("place")
     placed = sa.select(*(counted[name] for name in (*_COLUMNS, "counted")), place).subquery()
@@ -199,11 +195,11 @@ def select_newest_of_launches(*where: ColumnElement[bool]) -> Select[Any]:
 _COLUMNS = ("serial", "id", "kind", "step", "commits", "created", "launch_id")
 
 
-def _counted(parts: list[Any], where: Iterable[ColumnElement[bool]]) -> Any:
+def _counted(parts: list[Any], where: Iterable[ColumnElement[bool]], names: Iterable[str]) -> Any:
     """The columns of a query for checkpoints with their counts, or the substitutes in their part of all."""
     step = sa.func.coalesce(CheckpointRow.step, -1)
     before = sa.func.max(CheckpointRow.commits).over(partition_by=parts, order_by=step)
-    columns = (getattr(CheckpointRow, name) for name in _COLUMNS)
+    columns = (getattr(CheckpointRow, name) for name in names)
     keys = (part.label(f"part_{i}") for i, part in enumerate(parts))
     count = sa.func.coalesce(CheckpointRow.commits, before, 0).label("counted")
     query = sa.select(*columns, *keys, count, step.label("at")).outerjoin(

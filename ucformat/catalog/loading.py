@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -51,19 +52,40 @@ _TABLE_ORDER: dict[Any, Any] = {
     Tag: Tag.name,
     Verification: Verification.id,
 }
+#: Columns of which entries say nothing.
+_UNREAD: dict[Any, tuple[str, ...]] = {
+    Location: ("seen", "listing", "deleted", "purge_after", "spared"),
+    Metric: ("measured",),
+    Tag: ("created", "who", "permanent"),
+}
 #: Built once: SQLAlchemy takes longer to build a query than the database to answer it.
 _ROWS = {
-    t: sa.select(t.__table__).where(t.checkpoint.in_(_SERIALS)).order_by(o)
+    t: sa.select(*(c for c in t.__table__.c if c.name not in _UNREAD.get(t, ())))
+    .where(t.checkpoint.in_(_SERIALS))
+    .order_by(o)
     for t, o in _TABLE_ORDER.items()
 }
+#: The attributes of an entry that are columns of the same name. Documents are mostly the same of all
+#: checkpoints of a run, so that each is parsed once.
+_DOCUMENTS = ("producer", "topology")
+_COLUMNS = [
+    f.name
+    for f in fields(Entry)
+    if f.name in CheckpointRow.__table__.c and f.name not in _DOCUMENTS
+]
 _CHECKPOINTS = (
-    sa.select(CheckpointRow.__table__, RunRow.name.label("run"), Config.document.label("config"))
+    sa.select(
+        CheckpointRow.serial,
+        CheckpointRow.launch_id,
+        CheckpointRow.config_id,
+        RunRow.name.label("run"),
+        *(CheckpointRow.__table__.c[name] for name in _COLUMNS),
+        *(sa.cast(CheckpointRow.__table__.c[name], sa.Text).label(name) for name in _DOCUMENTS),
+    )
     .outerjoin(RunRow, RunRow.id == CheckpointRow.run_id)
-    .outerjoin(Config, Config.id == CheckpointRow.config_id)
     .where(CheckpointRow.serial.in_(_SERIALS))
 )
-#: The attributes of an entry that are columns of the same name.
-_COLUMNS = [f.name for f in fields(Entry) if f.name in CheckpointRow.__table__.c]
+_CONFIGS = sa.select(Config.id, Config.document).where(Config.id.in_(_SERIALS))
 
 
 def load_entries(connection: Connection, serials: Sequence[int], now: datetime) -> list[Entry]:
@@ -110,16 +132,22 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
     )
     rows = connection.execute(_CHECKPOINTS, {"serials": serials}).all()
     launches = load_continuations(connection, {r.launch_id for r in rows})
+    used = sorted({r.config_id for r in rows if r.config_id is not None})
+    configs = dict(connection.execute(_CONFIGS, {"serials": used}).all())
+    texts = {text for r in rows for text in (r.producer, r.topology)}
+    parsed = {text: json.loads(text) for text in texts}
     entries = {}
     for r in rows:
         launch, family, continues = launches[r.launch_id]
         entries[r.serial] = Entry(
             **{name: getattr(r, name) for name in _COLUMNS},
+            producer=parsed[r.producer],
+            topology=parsed[r.topology],
             run=r.run,
             launch=launch,
             family=family,
             continues=continues,
-            config=r.config or {},
+            config=configs.get(r.config_id) or {},
             urls=tuple(urls[r.serial]),
             metrics=dict(metrics[r.serial]),
             tags=tuple(tags[r.serial]),

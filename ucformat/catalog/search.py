@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import sqlalchemy as sa
 
-from ucformat.catalog.entries import BestEntry, RunEntry
+from ucformat.catalog.entries import BestEntry, CurvesEntry, RunEntry
 from ucformat.catalog.launches import before, load_continuations, select_newest_first
 from ucformat.catalog.lines import lines
 from ucformat.catalog.models import CheckpointRow, Metric, RunRow, Tag
@@ -37,6 +37,40 @@ def find_serials(
 ) -> list[int]:
     """Find the checkpoints that match a filter."""
     conditions = _where(connection, where, now, deleted=deleted)
+    return _find(connection, conditions, sort, limit, offset)
+
+
+def find_page(
+    connection: Connection,
+    where: str | Node,
+    now: datetime,
+    *,
+    sort: str | Sort,
+    limit: int,
+    offset: int,
+    counted: int,
+) -> tuple[list[int], list[int], int | None]:
+    """As `Catalog.page`: the checkpoints of the page, those whose values are counted, and how many match."""
+    conditions = _where(connection, where, now, deleted=False)
+    if offset + limit <= counted:  # one search is for both
+        first = _find(connection, conditions, sort, counted, 0)
+        serials = first[offset : offset + limit]
+    else:
+        serials = _find(connection, conditions, sort, limit, offset)
+        first = _find(connection, conditions, sort, counted, 0)
+    if len(first) < counted:
+        return serials, first, len(first)
+    return serials, first, _count(connection, conditions, _COUNTED)
+
+
+def _find(
+    connection: Connection,
+    conditions: _Conditions,
+    sort: str | Sort,
+    limit: int | None,
+    offset: int,
+) -> list[int]:
+    """As `find_serials`, by conditions."""
     if sort == NEWEST:
         chosen = _newest_first(
             connection, conditions, None if limit is None else max(1, offset + limit)
@@ -65,6 +99,7 @@ def find_serials(
 #: Of how many checkpoints, in the order of an index, a filter is tested before all that match are
 #: looked for; unless no more meet one of its conditions.
 _WALKED = (1_000, 5_000, 20_000)
+_COUNTED = 10_000  # checkpoints at most that are tested to say how many match
 
 
 def _newest_first(
@@ -76,14 +111,14 @@ def _newest_first(
     )
     for walked in _WALKED if count is not None and conditions.committed else ():
         # the newest lie side by side
-        if (criteria := conditions.few(connection, walked // 4)) is not None:
+        if (criteria := conditions.few(connection, walked // 2)) is not None:
             return select_newest_first(*criteria)
-        committed = CheckpointRow.state == "committed"
-        start = _created(connection, walked, committed)
+        start = _created(connection, walked, *conditions.along)
         later = () if start is None else (CheckpointRow.created > start,)
-        since = _created(connection, (count or 1) - 1, committed, *later, *conditions.each)
+        along = (*conditions.along, *conditions.each)
+        since = _created(connection, (count or 1) - 1, *later, *along)
         if since is not None:
-            last = columns.where(CheckpointRow.created >= since, committed, *conditions.each)
+            last = columns.where(CheckpointRow.created >= since, *along)
             return select_newest_first(*conditions.each, before(connection, last))
     criteria = conditions.all(connection)
     since = (
@@ -163,7 +198,11 @@ def count_checkpoints(
     most: int | None = None,
 ) -> int | None:
     """Count the checkpoints that match; None if more than `most` would have to be tested."""
-    conditions = _where(connection, where, now, deleted=deleted)
+    return _count(connection, _where(connection, where, now, deleted=deleted), most)
+
+
+def _count(connection: Connection, conditions: _Conditions, most: int | None) -> int | None:
+    """As `count_checkpoints`, by conditions."""
     criteria: Sequence[ColumnElement[bool]] | None
     if most is None:
         criteria = conditions.all(connection)
@@ -222,35 +261,103 @@ def find_series(
     *,
     most: int,
 ) -> dict[str, list[tuple[int, float]]]:
-    """As `Catalog.series`: one query, which reads the last steps of each run by an index."""
+    """As `Catalog.series`: the last steps of each run are read by an index."""
     if not metrics:
         return {}
-    each = _where(connection, where, now, deleted=False).each
-    parts = [
-        sa.select(
-            sa.select(
-                sa.literal(run).label("run"),
-                CheckpointRow.step.label("step"),
-                Metric.value.label("value"),
-            )
-            .join(Metric, sa.and_(Metric.checkpoint == CheckpointRow.serial, Metric.name == metric))
-            .where(
-                CheckpointRow.run_id
-                == sa.select(RunRow.id).where(RunRow.name == run).scalar_subquery(),
-                CheckpointRow.step.is_not(None),
-                Metric.value.is_not(None),
-                *each,
-            )
-            .order_by(CheckpointRow.step.desc())
-            .limit(most)
-            .subquery()
+    # built once: that takes longer than to ask for a run
+    query = (
+        sa.select(CheckpointRow.step, Metric.value)
+        .join(Metric, Metric.checkpoint == CheckpointRow.serial)
+        .where(
+            Metric.name == sa.bindparam("metric"),
+            _of_run(sa.bindparam("run")),
+            CheckpointRow.step.is_not(None),
+            Metric.value.is_not(None),
+            *_where(connection, where, now, deleted=False).each,
         )
+        .order_by(CheckpointRow.step.desc())
+        .limit(most)
+    )
+    return {
+        run: sorted(map(tuple, connection.execute(query, {"run": run, "metric": metric})))
         for run, metric in metrics.items()
-    ]
-    series: dict[str, list[tuple[int, float]]] = {run: [] for run in metrics}
-    for run, step, value in connection.execute(sa.union_all(*parts)):
-        series[run].append((step, value))
-    return {run: sorted(points) for run, points in series.items()}
+    }
+
+
+def _of_run(name: Any) -> ColumnElement[bool]:
+    """Whether a checkpoint is of a run: a condition on a column of indexes, with one value."""
+    run = sa.select(RunRow.id).where(RunRow.name == name).scalar_subquery()
+    return CheckpointRow.run_id == run
+
+
+_NAMED = 200  # metrics that are not drawn and yet named
+
+
+def find_curves(
+    connection: Connection,
+    run: str,
+    where: str | Node,
+    now: datetime,
+    *,
+    most: int,
+    drawn: int,
+) -> CurvesEntry:
+    """As `Catalog.curves`: what is read does not grow with the run."""
+    each = _where(connection, where, now, deleted=False).each
+    steps, every = _along(connection, (_of_run(run), *each), most)
+    of_these = Metric.checkpoint.in_(list(steps))
+    names = list(
+        connection.scalars(
+            sa.select(Metric.name)
+            .where(of_these)
+            .group_by(Metric.name)
+            .order_by(sa.func.count().desc(), Metric.name)
+        )
+    )
+    values = sa.select(Metric.name, Metric.checkpoint, Metric.value).where(
+        of_these, Metric.name.in_(names[:drawn])
+    )
+    by_name: dict[str, dict[int, float]] = {name: {} for name in names[:drawn]}
+    for name, serial, value in connection.execute(values):
+        by_name[name][serial] = float("nan") if value is None else value
+    points = {
+        name: [(step, valued[serial]) for serial, step in steps.items() if serial in valued]
+        for name, valued in by_name.items()
+    }
+    others = names[drawn : drawn + _NAMED]
+    return CurvesEntry(points, others, max(0, len(names) - drawn - _NAMED), every)
+
+
+def _along(
+    connection: Connection, members: Sequence[ColumnElement[bool]], most: int
+) -> tuple[dict[int, int], int]:
+    """The steps of checkpoints, in order, by the serial, and of how many steps each is the first.
+
+    Each is looked up from the one before it, so those between are not read.
+    """
+    row, other = CheckpointRow, CheckpointRow.__table__.alias().c
+    inside = sa.select(row.serial, row.step).where(row.step.is_not(None), *members)
+    upwards = inside.order_by(row.step, row.serial)
+    steps: dict[int, int] = dict(connection.execute(upwards.limit(most + 1)).all())
+    if len(steps) <= most:
+        return steps, 1
+    serial, first = next(iter(steps.items()))
+    last = connection.execute(inside.order_by(row.step.desc()).limit(1)).one().step
+    every = (last - first) // most + 1
+    chosen = sa.select(
+        sa.literal(serial, sa.Integer).label("serial"),
+        sa.cast(sa.literal(first, sa.BigInteger), sa.BigInteger).label("step"),
+    ).cte("chosen", recursive=True)
+    beyond = ((chosen.c.step - first) // every + 1) * every + first
+    following = sa.select(row.serial).where(row.step >= beyond, *members).correlate(chosen)
+    following = following.order_by(row.step, row.serial).limit(1)
+    chosen = chosen.union_all(
+        sa.select(other.serial, other.step)
+        .select_from(chosen)
+        .join(other.serial.table, other.serial == following.scalar_subquery())
+    )
+    rows = connection.execute(sa.select(chosen).order_by(chosen.c.step))
+    return dict(rows.all()), every
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,38 +460,53 @@ def find_runs(
         rows = connection.execute(grouped.group_by(row.run_id))
         listed |= {number: RunEntry(names[number], *rest) for number, *rest in rows}
         if metric is not None:
-            best |= _best(connection, members, metric, mode)
+            best |= _best(connection, page, matches, metric, mode)
     return [replace(listed[number], best=best.get(number)) for number in names]
 
 
 def _best(
     connection: Connection,
-    members: Sequence[ColumnElement[bool]],
+    runs: Sequence[int],
+    matches: ColumnElement[bool],
     metric: str,
     mode: Literal["min", "max"],
 ) -> dict[int, BestEntry]:
-    """The best value of a metric in each run; a NaN is none."""
+    """The best value of a metric in each run, of the checkpoints that match; a NaN is none."""
     row = CheckpointRow
-    # by the checkpoint: SQLite would go through all values of the metric
-    value = (
-        sa.select(Metric.value)
-        .where(Metric.checkpoint == row.serial, Metric.name == metric)
-        .scalar_subquery()
+    members = (row.run_id.in_(runs), matches)
+    valued = (Metric.name == metric, Metric.value.is_not(None))
+    order = Metric.value.asc() if mode == "min" else Metric.value.desc()
+    # of most runs it is among the best of all, which the index of the metric has side by side
+    first = sa.select(Metric.checkpoint, Metric.value).where(*valued).order_by(order)
+    walked = first.limit(_WALKED[-1]).subquery().c
+    chosen = getattr(sa.func, mode)
+    query = sa.select(row.run_id, chosen(walked.value)).join(
+        walked.value.table, walked.checkpoint == row.serial
     )
-    valued = (
-        sa.select(row.run_id, row.serial, row.step, value.label("value")).where(*members).subquery()
+    best: dict[int, float] = dict(
+        connection.execute(query.where(*members).group_by(row.run_id)).all()
     )
-    order = valued.c.value.asc() if mode == "min" else valued.c.value.desc()
-    place = sa.func.row_number().over(
-        partition_by=valued.c.run_id, order_by=(order, valued.c.step, valued.c.serial)
-    )
-    ranked = sa.select(valued, place.label("place")).where(valued.c.value.is_not(None)).subquery()
-    first = (
-        sa.select(ranked.c.run_id, ranked.c.value, row.id, row.step)
-        .join(row.__table__, row.serial == ranked.c.serial)
-        .where(ranked.c.place == 1)
-    )
-    return {number: BestEntry(*rest) for number, *rest in connection.execute(first)}
+    if others := [run for run in runs if run not in best]:
+        # by the checkpoint: SQLite would go through all values of the metric
+        value = sa.select(Metric.value).where(Metric.checkpoint == row.serial, *valued)
+        query = sa.select(row.run_id, chosen(value.scalar_subquery()))
+        rows = connection.execute(query.where(row.run_id.in_(others), matches).group_by(row.run_id))
+        best |= {run: of_run for run, of_run in rows if of_run is not None}
+    listed: dict[int, BestEntry] = {}
+    for page in pages(sorted(set(best.values()))):
+        place = sa.func.row_number().over(
+            partition_by=(row.run_id, Metric.value), order_by=(row.step, row.serial)
+        )
+        equal = (
+            sa.select(row.run_id, Metric.value, row.id, row.step, place.label("place"))
+            .join(Metric, Metric.checkpoint == row.serial)
+            .where(Metric.name == metric, Metric.value.in_(page), *members)
+            .subquery()
+        )
+        for run, *rest, _ in connection.execute(sa.select(equal).where(equal.c.place == 1)):
+            if rest[0] == best.get(run):
+                listed[run] = BestEntry(*rest)
+    return listed
 
 
 def is_empty(connection: Connection) -> bool:
@@ -398,22 +520,35 @@ class _Conditions:
 
     `each` tests them on a few checkpoints. `parts` has each in the form that finds checkpoints by
     an index, and a query for these if there is an index. `committed` says whether one is that the
-    checkpoint is committed.
+    checkpoint is committed; `along` are those by which the newest are walked along an index: of
+    all, or of one run.
     """
 
     each: tuple[ColumnElement[bool], ...]
     parts: tuple[tuple[ColumnElement[bool], Select[Any] | None], ...]
     committed: bool
+    along: tuple[ColumnElement[bool], ...]
+    _numbers: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # by part: up to, and counted
 
     def few(self, connection: Connection, most: int) -> Sequence[ColumnElement[bool]] | None:
         """The conditions by which to find checkpoints, if one of them is met by at most so many."""
         for i, (condition, rows) in enumerate(self.parts) if len(self.parts) > 1 else ():
             if rows is None:
                 continue
-            number = sa.select(sa.func.count()).select_from(rows.limit(most + 1).subquery())
-            if connection.execute(number).scalar_one() <= most:
+            if self._number(connection, i, rows, most) <= most:
                 return condition, *(test for j, test in enumerate(self.each) if j != i)
         return None
+
+    def _number(self, connection: Connection, part: int, rows: Select[Any], most: int) -> int:
+        """How many checkpoints meet a part, or a number above `most`."""
+        counted_to, number = self._numbers.get(part, (-1, 0))
+        if number > counted_to and counted_to < most:
+            few = sa.select(sa.func.count()).select_from(rows.limit(most + 1).subquery())
+            number = connection.execute(few).scalar_one()
+            self._numbers[part] = most, number
+        return number
 
     def all(self, connection: Connection) -> Sequence[ColumnElement[bool]]:
         """The conditions by which to find checkpoints, by the one that fewest meet."""
@@ -424,6 +559,16 @@ class _Conditions:
 _COMMITTED = unindexed(CheckpointRow.state) == "committed"
 
 
+def _one_run(node: Node) -> str | None:
+    """The run of which all checkpoints are that meet a condition, if it says that."""
+    from ucformat.catalog.filter.syntax import Compare, In, Text
+
+    match node:
+        case Compare(key, "=", Text(run)) | In(key, (Text(run),), False) if key.parts == ("run",):
+            return run
+    return None
+
+
 def _where(
     connection: Connection, where: str | Node, now: datetime, *, deleted: bool
 ) -> _Conditions:
@@ -431,6 +576,7 @@ def _where(
     each: list[ColumnElement[bool]] = []
     parts: list[tuple[ColumnElement[bool], Select[Any] | None]] = []
     keys: set[str] = set()
+    run = None
     if not isinstance(where, str) or where.strip():
         from ucformat.catalog.filter.check import used_keys
         from ucformat.catalog.filter.compile import compile_filter, compile_rows, read_filter
@@ -438,6 +584,7 @@ def _where(
 
         node = read_filter(connection, where) if isinstance(where, str) else where
         for operand in operands(node):
+            run = _one_run(operand) or run
             each.append(compile_filter(operand, now=now, each=True))
             parts.append((compile_filter(operand, now=now), compile_rows(operand, now=now)))
         keys = used_keys(node)
@@ -445,4 +592,7 @@ def _where(
     if committed:
         each.append(_COMMITTED)
         parts.append((_COMMITTED, None))
-    return _Conditions(tuple(each), tuple(parts), committed)
+    along: tuple[ColumnElement[bool], ...] = (CheckpointRow.state == "committed",)
+    if run is not None:
+        along = (_of_run(run), *along)
+    return _Conditions(tuple(each), tuple(parts), committed, along)

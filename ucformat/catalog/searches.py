@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ucformat.catalog import changes, search
 from ucformat.catalog import stamp as stamps
-from ucformat.catalog.entries import LineEntry
+from ucformat.catalog.entries import LineEntry, PageEntry
 from ucformat.catalog.loading import load_entries
 from ucformat.catalog.models import storable_text
 from ucformat.catalog.rows import serial_of
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ucformat.catalog.database import Database
-    from ucformat.catalog.entries import Entry, RunEntry
+    from ucformat.catalog.entries import CurvesEntry, Entry, RunEntry
     from ucformat.catalog.filter.syntax import Node, Sort
 
 
@@ -69,17 +69,40 @@ class Searches:
         with self._database.reading() as c:
             return search.count_checkpoints(c, where, stamps.now(), deleted=deleted, most=10_000)
 
-    def facets(self, where: str | Node = "", *, most: int = 1000) -> dict[str, dict[str, int]]:
-        """How many of the newest checkpoints that match have each run, kind and tag, the most frequent first.
+    def page(
+        self,
+        where: str | Node = "",
+        *,
+        sort: str | Sort = search.NEWEST,
+        limit: int = 50,
+        offset: int = 0,
+        counted: int = 1000,
+    ) -> PageEntry:
+        """Find a page of the checkpoints that match a filter, with what there is to choose among.
 
         Args:
-            most: how many of the newest are counted (default: 1000).
+            where: as `find`.
+            counted: of how many of the first that match the values are counted (default: 1000).
         """
         with self._database.reading() as c:
-            serials = search.find_serials(
-                c, where, stamps.now(), sort=search.NEWEST, limit=most, offset=0, deleted=False
+            now = stamps.now()
+            serials, first, total = search.find_page(
+                c, where, now, sort=sort, limit=limit, offset=offset, counted=counted
             )
-            return search.count_values(c, serials)
+            return PageEntry(load_entries(c, serials, now), search.count_values(c, first), total)
+
+    def curves(
+        self, run: str, where: str | Node = "", *, most: int = 250, drawn: int = 24
+    ) -> CurvesEntry:
+        """The metrics of a run along its steps, of a long run at some of them.
+
+        Args:
+            where: only of checkpoints that match this filter.
+            most: of how many checkpoints at most (default: 250).
+            drawn: of how many metrics (default: 24).
+        """
+        with self._database.reading() as c:
+            return search.find_curves(c, run, where, stamps.now(), most=most, drawn=drawn)
 
     def series(
         self, metrics: Mapping[str, str], where: str | Node = "", *, most: int = 40

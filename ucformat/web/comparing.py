@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ucformat.catalog.entries import Entry
     from ucformat.web.library import Access, Library
 
-_STEPS = 500  # the newest of a run
+_STEPS = 100  # the newest of a run that are listed
+_POINTS = 250  # of a curve
 _PLOTS = 24  # metrics that are drawn
 _TENSORS = 200  # that are listed of each kind of difference
 _VALUES = 300
@@ -27,14 +28,10 @@ def run_data(library: Library, access: Access, name: str) -> dict[str, Any]:
     entries = library.entries(access, f"run = {quoted(name)}", limit=_STEPS + 1)
     if not entries:
         raise NoRepository(f"there is no run {name!r}")
+    assert library.catalog is not None  # noqa: S101 - it has the entries
+    curves = library.catalog.curves(name, library.within(access), most=_POINTS, drawn=_PLOTS)
     more = len(entries) > _STEPS
     shown = sorted(entries[:_STEPS], key=lambda e: (-1 if e.step is None else e.step, e.created))
-    metrics: dict[str, list[list[float]]] = {}
-    for entry in shown:
-        if entry.step is not None:
-            for metric, value in entry.metrics.items():
-                metrics.setdefault(metric, []).append([entry.step, value])
-    names = sorted(metrics, key=lambda metric: (-len(metrics[metric]), metric))
     return {
         "name": name,
         "more": more,
@@ -51,8 +48,10 @@ def run_data(library: Library, access: Access, name: str) -> dict[str, Any]:
             }
             for e in shown
         ],
-        "metrics": {metric: metrics[metric] for metric in names[:_PLOTS]},
-        "undrawn": names[_PLOTS:],
+        "metrics": {metric: [list(p) for p in points] for metric, points in curves.points.items()},
+        "every": curves.every,
+        "undrawn": curves.others,
+        "unnamed": curves.unnamed,
         "bytes": sum(e.nbytes for e in shown),
     }
 

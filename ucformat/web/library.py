@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+from ucformat.catalog.entries import PageEntry
 from ucformat.catalog.filter.syntax import quoted
 from ucformat.errors import Conflict, NotFound, TensorNotFound, UnsupportedError, UsageError
 from ucformat.format.digest import bytes_digest, document_digest
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
-    from ucformat.catalog.filter.syntax import Node
+    from ucformat.catalog.filter.syntax import Node, Sort
     from ucformat.checkpoint import Checkpoint
     from ucformat.errors import UcformatError
     from ucformat.exporters.base import TargetFile
@@ -214,17 +215,29 @@ class Library:
         """
         return [self.shown(entry, access) for entry in self._entries(access, where, **options)]
 
+    def page(self, access: Access, where: str, sort: str, **options: int) -> PageEntry:
+        """As `Catalog.page`, of the checkpoints that a client may see, as it may see them."""
+        if self.catalog is None:
+            return PageEntry([], {}, None)
+        page = self.catalog.page(
+            self.within(access, where), sort=self._order(access, sort), **options
+        )
+        return replace(page, entries=[self.shown(entry, access) for entry in page.entries])
+
     def _entries(self, access: Access, where: str = "", **options: Any) -> list[Entry]:
         """As `entries`, with all that the catalog has of them."""
+        if self.catalog is None:
+            return []
+        if "sort" in options:
+            options["sort"] = self._order(access, options["sort"])
+        return self.catalog.find(self.within(access, where), **options)
+
+    def _order(self, access: Access, sort: str) -> str | Sort:
+        """An order; whom may not see all is not told whether hidden checkpoints have what it names."""
         from ucformat.catalog.filter.parse import parse_sort
         from ucformat.catalog.search import NEWEST as NEWEST_FIRST
 
-        if self.catalog is None:
-            return []
-        sort = options.get("sort", NEWEST_FIRST)
-        if self.is_limited(access) and sort != NEWEST_FIRST:
-            options["sort"] = parse_sort(sort)
-        return self.catalog.find(self.within(access, where), **options)
+        return parse_sort(sort) if self.is_limited(access) and sort != NEWEST_FIRST else sort
 
     def within(self, access: Access, where: str = "") -> str | Node:
         """A filter that is met by what meets a condition and may be seen by a client.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.columns import parse_columns
 from ucformat.catalog.filter.syntax import MAX_LENGTH
+from ucformat.catalog.search import NEWEST
 from ucformat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 PAGE = 50
 _MOST_OFFSET = 1_000_000
 _DIGITS = 30
-_COUNTED = 200  # the newest, among which values are counted
+_COUNTED = 200  # the first in the order, among which values are counted
 _SAMPLED = 100  # the newest, whose metrics and configurations are offered
 _OFFERED = 40
 #: Metrics that are drawn beside a run, if it has one of them.
@@ -55,13 +56,15 @@ def list_data(library: Library, access: Access, asked: Mapping[str, str]) -> dic
         asked_columns = (
             parse_columns(data["asked"]["columns"]) if data["asked"]["columns"] else None
         )
-        entries = library.entries(
-            access, where, sort=sort or "newest", limit=PAGE + 1, offset=offset
+        page = library.page(
+            access, where, sort or NEWEST, limit=PAGE + 1, offset=offset, counted=_COUNTED
         )
     except UsageError as error:
         return data | {"error": {"message": error.message, "hint": error.hint}}
-    data["more"] = len(entries) > PAGE
-    del entries[PAGE:]
+    entries = page.entries[:PAGE]
+    data["more"] = len(page.entries) > PAGE
+    data["total"] = page.total
+    data["facets"] |= page.counts
     columns = asked_columns or _default(entries)
     data["columns"] = [{"text": c.text, "right": c.right(entries)} for c in columns]
     data["checkpoints"] = [
@@ -75,9 +78,6 @@ def list_data(library: Library, access: Access, asked: Mapping[str, str]) -> dic
         for e in entries
     ]
     if library.catalog is not None:
-        visible = library.within(access, where)
-        data["total"] = library.catalog.count_few(visible)
-        data["facets"] = library.catalog.facets(visible, most=_COUNTED)
         data["series"] = _series(library, access, entries)
     return data
 
