@@ -59,6 +59,8 @@ def names_of(ask: Client, headers: dict[str, Any]) -> dict[str, list[Any]]:
             *("", "zarr.json", "weight", "weight/w/zarr.json", "weight/w/c/0/0"),
             *("weight/half/c/0/0", "exp_avg/eighth/zarr.json", "weight/nothing/c/0/0"),
         ],
+        "base": ["run7@1", "run7@2", "other@1", "m", "none"],
+        "base_name": ["1", "a b", "..", "a/b"],
         "where": ["run = 'run7'", "step > 1", "metric.loss < 2", "state = 'deleted'"],
         "sort": ["newest", "-step", "metric.loss", "name"],
         "slice": ["...", "0:2", "1", "0:0", "-1", "0:2,1:"],

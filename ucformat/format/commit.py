@@ -135,6 +135,11 @@ def begin(
     return replace(attempt, keeps=recorded_id or keeps, began=began)
 
 
+def unrecorded(plan: dict[str, Any]) -> Attempt:
+    """An attempt at a plan whose files are written where nothing is committed or removed."""
+    return Attempt(_id(_digest(plan, None)), None, keeps=new_id(), began="")
+
+
 def _refuse_removed(store: Store, attempt: str) -> None:
     """Raise Conflict if this attempt is being removed, or was; then delete what was written since, too."""
     try:

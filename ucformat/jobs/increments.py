@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UnsupportedError, UsageError
-from ucformat.format.bases import place_of_base, url_of_base
+from ucformat.format.bases import folder_around, place_of_base, url_of_base
 from ucformat.format.structure import sibling_name
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.dependents import need_base
@@ -202,6 +202,16 @@ class References:
     tensors: tuple[TensorDoc, ...] = ()
     home: str = ""
     patched: tuple[TensorDoc, ...] = ()
+
+    def beside(self, home: str, names: Mapping[str, str]) -> References:
+        """These for a checkpoint that will be in one folder with its bases.
+
+        Args:
+            names: those of bases there, by their ids; others are named by their ids.
+        """
+        folder = folder_around(home)
+        owners = (replace(o, place=f"{folder}/{names.get(o.id, o.id)}") for o in self.owners)
+        return replace(self, owners=tuple(owners), home=home)
 
     @property
     def keys(self) -> frozenset[Key]:

@@ -79,9 +79,9 @@ def patch(
     attempt = where.begin(
         lambda: begin(store, planned.document, overwrite=overwrite, needs=planned.references.urls)
     )
+    planned.references.protect(str(attempt.keeps))
     manifest, recorded = planned.write(store, attempt)
-    step = step_of(source, manifest)
-    done = commit(store, attempt, manifest.model_copy(update={"step": step}))
+    done = commit(store, attempt, manifest)
     if recorded:
         discard_finished(store, attempt.id)
     return Checkpoint(Universal(store, allowed_roots, done))
@@ -134,14 +134,15 @@ class Patch:
         return TilesJob(self.source, self.base, store, attempt, plan, self.options)
 
     def write(self, store: Store, attempt: Attempt) -> tuple[Manifest, bool]:
-        """Write it, as `jobs.convert.write`, after its bases are told that they are needed."""
-        self.references.protect(str(attempt.keeps))
-        return write(
+        """Write it, as `jobs.convert.write`, when its bases were told that they are needed."""
+        manifest, recorded = write(
             ShardJob(self.source, store, attempt.id, [], self.options),
             attempt,
             lambda: self.job(store, attempt.id),
             replace(self.references, tensors=()),  # the job has them, in the order of the source
         )
+        step = step_of(self.source, manifest)
+        return manifest.model_copy(update={"step": step}), recorded
 
 
 def nothing_alike(source: Checkpoint, base: Checkpoint) -> UsageError:

@@ -65,6 +65,7 @@ class Parameter:
         choices: the only values (default: any).
         most: it is a number, at most this (None: a text).
         default: the value if it is left out (None: it may be left out, and then says nothing).
+        required: whether it may not be left out, in a query.
         example: a value, for the document.
     """
 
@@ -74,6 +75,7 @@ class Parameter:
     most: int | None = None
     default: str | None = None
     example: str | None = None
+    required: bool = False
 
     def check(self, value: str) -> None:
         """Refuse a value that is none of the parameter's."""
@@ -93,10 +95,10 @@ class Parameter:
             schema["enum"] = list(self.choices)
         if self.default is not None:
             schema["default"] = self.default if self.most is None else int(self.default)
-        if where == "path":
+        if self.required or where == "path":
             schema["minLength"] = 1
         example = {} if self.example is None else {"example": self.example}
-        required = {"required": True} if where == "path" else {}
+        required = {"required": True} if self.required or where == "path" else {}
         return {
             "name": self.name,
             "in": where,
@@ -147,7 +149,7 @@ class Endpoint:
         ranges: whether parts of the answer can be asked for.
         schema: of the answer, if it is JSON.
         headers: what a request may say in its headers.
-        endless: whether the answer goes on, so that there may be too many at once.
+        few: whether only so many are answered at once, since each takes long.
     """
 
     method: str
@@ -160,7 +162,7 @@ class Endpoint:
     ranges: bool = False
     schema: Mapping[str, Any] | None = None
     headers: Sequence[Parameter] = ()
-    endless: bool = False
+    few: bool = False
     _pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -205,6 +207,9 @@ class Endpoint:
             given.add(name)
             accepted[name].check(value)
             values[name] = value
+        for name, parameter in accepted.items():
+            if parameter.required and not values.get(name):
+                raise UsageError(f"the query lacks {name!r}", hint=parameter.text)
         return values
 
     async def sent(self, request: Request) -> Mapping[str, Any]:
@@ -246,7 +251,7 @@ class Endpoint:
                 "headers": self._documented(_RANGE_HEADERS | _CONTENT_RANGE),
             }
             answers["304"] = {"description": "The client has it already."}
-        texts = _ERRORS | (_BUSY if self.endless else {})
+        texts = _ERRORS | (_BUSY if self.few else {})
         errors = [s for s in texts if s != 416 or self.ranges]
         out: dict[str, Any] = {
             "operationId": f"{self.method.lower()}_{self.handler.__name__}",

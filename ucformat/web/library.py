@@ -322,6 +322,12 @@ class Library:
             return self._placed(ref, "latest")
         return self.open(self.entry(ref, access))
 
+    def fresh(self, ref: str, access: Access) -> Checkpoint:
+        """Open what `reference` finds anew, for one request alone."""
+        if self._has_place(ref, access):
+            return self._presented(self.places[ref]())
+        return self._presented(self._opened_entry(self.entry(ref, access)))
+
     def _has_place(self, name: str, access: Access) -> bool:
         """Whether a client may see a place of this name: it is in no catalog, so no filter admits it."""
         return name in self.places and not access.scope
@@ -444,13 +450,7 @@ class Library:
         with lock:
             served = self._served.get(entry.id)
             if served is None:
-                assert self.catalog is not None  # noqa: S101 - it has the entry
-                checkpoint, place = open_entry(self.catalog, entry, entry.name)
-                if checkpoint.id != entry.id:  # an engine has written a step in place again
-                    raise Conflict(
-                        f"{entry.name} is not what the catalog has recorded: its files were written again",
-                        hint=f"`ucp register {place}` records what is there",
-                    )
+                checkpoint = self._opened_entry(entry)
                 served = Served(
                     self._presented(checkpoint), self._commit(entry.id), entry, self.presentation
                 )
@@ -462,6 +462,21 @@ class Library:
                     oldest, _ = self._served.popitem(last=False)
                     self._locks.pop(oldest, None)
         return served
+
+    def _opened_entry(self, entry: Entry) -> Checkpoint:
+        """Open the checkpoint of an entry.
+
+        Raises:
+            Conflict: an engine has written a step in place again.
+        """
+        assert self.catalog is not None  # noqa: S101 - it has the entry
+        checkpoint, place = open_entry(self.catalog, entry, entry.name)
+        if checkpoint.id != entry.id:
+            raise Conflict(
+                f"{entry.name} is not what the catalog has recorded: its files were written again",
+                hint=f"`ucp register {place}` records what is there",
+            )
+        return checkpoint
 
     def forget(self, served: Served) -> None:
         """Open a checkpoint again when it is next asked for, since its files have changed."""

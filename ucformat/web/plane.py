@@ -23,6 +23,7 @@ from ucformat.web.document import content_of_file, described, schemas_of_documen
 from ucformat.web.endpoints import Endpoint, EndpointRoute, Parameter, openapi, reserved
 from ucformat.web.events import EventStream, Listeners
 from ucformat.web.library import NoFile
+from ucformat.web.patching import TAR, Patches
 from ucformat.web.streaming import RangeResponse
 from ucformat.web.tensors import (
     content_of_bytes,
@@ -147,7 +148,7 @@ def endpoints_of(library: Library, listeners: Listeners) -> list[Endpoint]:
                     "Last-Event-ID", "The `id` of the last event; what came after it follows."
                 ),
             ),
-            endless=True,
+            few=True,
         ),
         Endpoint(
             "GET",
@@ -199,6 +200,27 @@ def endpoints_of(library: Library, listeners: Listeners) -> list[Endpoint]:
             ranges=True,
         ),
         Endpoint(
+            "GET",
+            "/v1/{ref}/patch",
+            "The checkpoint as a patch of another one, a tar of its files.",
+            plane.patch,
+            (TAR,),
+            (
+                _REF,
+                Parameter(
+                    "base",
+                    "A reference of the checkpoint that the client has.",
+                    example="run7@latest",
+                    required=True,
+                ),
+                Parameter(
+                    "base_name",
+                    "The name of its folder, beside which the patch will be; by default its id.",
+                ),
+            ),
+            few=True,
+        ),
+        Endpoint(
             "POST",
             "/v1/{ref}/plan",
             "What a rank of a layout reads of the checkpoint.",
@@ -231,6 +253,7 @@ class _Plane:
 
     def __init__(self, library: Library, listeners: Listeners) -> None:
         self.library, self._listeners = library, listeners
+        self._patches = Patches(library)
         self.endpoints: list[Endpoint] = []
 
     async def document(self, call: Call) -> ASGIApp:
@@ -343,6 +366,13 @@ class _Plane:
 
         served, content, dtype = await in_thread(look_up)
         return self._sent(served, content, {"x-ucformat-dtype": dtype})
+
+    async def patch(self, call: Call) -> ASGIApp:
+        """Send a checkpoint as a patch of another one."""
+        query = call.query
+        return await self._patches.response(
+            call.path["ref"], query["base"], query.get("base_name"), call.access
+        )
 
     async def plan(self, call: Call) -> ASGIApp:
         """Say what a rank reads."""
