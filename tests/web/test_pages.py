@@ -25,7 +25,7 @@ from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import TensorInfo
 from ucformat.jobs.compare import compare_values
 from ucformat.settings import using
-from ucformat.web import measuring, one_tensor, planning
+from ucformat.web import measuring, one_tensor, planning, sampling
 from ucformat.web.sampling import Budget, read_sample, sampled_boxes
 
 if TYPE_CHECKING:
@@ -614,6 +614,30 @@ def test_norms_beyond_the_squares_of_float64(unit: float) -> None:
     assert measuring._distance(a, b) == pytest.approx(2 / np.sqrt(20))
     assert measuring._norm(a, 2)["norm"] == pytest.approx(np.sqrt(20) * unit)
     assert measuring._distance(np.array([1.0, 1.0]), np.array([1.0, np.nextafter(1, 2)])) > 0
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("unit", [1.7e308, 1e200, 1.0, 1e-200, 5e-324])
+def test_statistics_of_any_finite_numbers(unit: float) -> None:
+    told = sampling._statistics(np.array([-1.0, 1.0, 0.0, 1.0, np.nan, np.inf]) * unit)
+    assert (told["minimum"], told["maximum"]) == (-unit, unit)
+    assert (told["nan"], told["infinite"], told["zero"]) == (1, 1, 1)
+    expected = {"mean": 0.25, "deviation": np.sqrt(11) / 4, "rms": np.sqrt(3) / 2}
+    for name, value in expected.items():
+        assert told[name] == pytest.approx(value * unit, rel=1e-12, abs=5e-324)
+    counts = told["histogram"]
+    assert (counts[0], counts[len(counts) // 2], counts[-1]) == (1, 1, 2)
+    assert sum(counts) == 4
+
+
+@pytest.mark.filterwarnings("error")
+def test_statistics_of_numbers_that_are_nearly_equal() -> None:
+    most = np.finfo("f8").max
+    for low, high in ((1.0, np.nextafter(1, 2)), (most, most), (-most, most), (0.0, 0.0)):
+        told = sampling._statistics(np.array([low, high, high]))
+        assert low <= told["mean"] <= high
+        assert (told["histogram"][0], sum(told["histogram"])) == (3 if low == high else 1, 3)
+        assert told["rms"] <= max(-low, high)
 
 
 def test_norms_along_a_run(values: Catalog) -> None:

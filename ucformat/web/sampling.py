@@ -104,20 +104,21 @@ def _statistics(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
         "zero": int((numbers == 0).sum()),
     }
     if finite.size:
-        with np.errstate(over="ignore", invalid="ignore"):
-            statistics |= {
-                "minimum": float(finite.min()),
-                "maximum": float(finite.max()),
-                "mean": float(finite.mean()),
-                "deviation": float(finite.std()),
-                "rms": float(np.sqrt(np.mean(finite**2))),
-            }
-        low, high = statistics["minimum"], statistics["maximum"]
-        if math.isfinite(high - low):
-            counts, _ = np.histogram(
-                finite, bins=_BINS, range=(low, high if high > low else low + 1)
-            )
-            statistics["histogram"] = counts.tolist()
+        low, high = float(finite.min()), float(finite.max())
+        # by a power of two, so that neither sums nor squares overflow, or become zero
+        exponent = math.frexp(max(-low, high))[1]
+        scaled = np.ldexp(finite, -exponent)
+        most = float(np.abs(scaled).max())  # which rounding must not exceed
+        parts = {
+            "mean": min(max(float(scaled.mean()), -most), most),
+            "deviation": min(float(scaled.std()), most),
+            "rms": min(float(np.sqrt(np.mean(scaled**2))), most),
+        }
+        statistics |= {"minimum": low, "maximum": high}
+        statistics |= {name: math.ldexp(part, exponent) for name, part in parts.items()}
+        places = scaled - scaled.min()
+        counts, _ = np.histogram(places / (places.max() or 1.0), bins=_BINS, range=(0.0, 1.0))
+        statistics["histogram"] = counts.tolist()
     return statistics
 
 
