@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import ucformat
+from tests.catalog.acts import put
 from tests.trackers.conftest import fill, metric
 from tests.trackers.test_tensorboard import write
 
@@ -39,6 +40,11 @@ def test_an_import(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert run(*command, "--run", "lr=0.1=run7", "-q").stdout == ""
     with ucformat.Catalog() as catalog:
         assert metric(catalog, "loss") == {100: 9.0, 200: 1.0, 300: 2.0}
+    assert "'a=b'" in run(*command, "--run", 'lr=0.1="a=b"', code=3).stderr
+    with ucformat.Catalog() as catalog:
+        put(catalog, 77, run="a=b", step=100)
+    shown = json.loads(run(*command, "--run", 'lr=0.1="a=b"', "--json").stdout)
+    assert [c["name"] for c in shown["checkpoints"]] == ["a=b@100"]
     run(*command, "--run", "lr=0.1=run7", "--replace")
     with ucformat.Catalog() as catalog:
         assert metric(catalog, "loss")[100] == 1.0

@@ -116,6 +116,32 @@ def test_a_database(store: tuple[Path, Ids], catalog: ucformat.Catalog) -> None:
     assert metric(catalog, "loss", "twice") == {100: 1.0}
 
 
+@pytest.mark.filterwarnings("ignore")  # of MLflow about the libraries below it
+def test_only_histories_that_are_wanted_are_asked_for(
+    store: tuple[Path, Ids], catalog: ucformat.Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    asked, history = list[str](), MlflowClient.get_metric_history
+
+    def noted(self: Any, run_id: str, key: str) -> Any:
+        asked.append(key)
+        return history(self, run_id, key)
+
+    monkeypatch.setattr(MlflowClient, "get_metric_history", noted)
+    url = f"sqlite:///{store[0]}"
+    for pattern, names in (("acc*", {"accuracy"}), ("lo[sw]*", {"loss", "low"})):
+        asked.clear()
+        imported = ucformat.import_runs(
+            "mlflow", url, catalog, experiments=["exp"], metrics=[pattern], rewound="keep"
+        )
+        assert {*asked} == names
+        assert {name for c in imported.checkpoints for name in c.metrics} <= names
+    with pytest.raises(NotFound, match="no metric 'nothing'") as error:
+        ucformat.import_runs("mlflow", url, catalog, experiments=["exp"], metrics=["nothing"])
+    assert "tied" in str(error.value.hint)
+
+
 @pytest.mark.parametrize(
     "change",
     [

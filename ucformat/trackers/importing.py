@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ucformat.catalog.filter.syntax import Text
@@ -17,7 +18,7 @@ from ucformat.sources.configuration import plain_config
 from ucformat.trackers.content import Series, is_same, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.entries import Entry
@@ -104,7 +105,7 @@ class _Choice:
                 raise UsageError(
                     f"{self.title} has {len(runs)} runs {name!r}: {first_names(ids, _MOST_NAMED)}",
                     hint=f"choose one: {_option(ids[0])}; or give those that continue each other, in "
-                    f"their order: --run {ids[0]}={name} --run {ids[1]}={name}",
+                    f"their order: {_option(ids[0], name)} {_option(ids[1], name)}",
                 )
             matches.append(_Match(runs, self._path(name, f"--run {runs[0].id}=REF")))
         return matches
@@ -161,9 +162,11 @@ class _Choice:
         return self.catalog.find(f"run = {Text(name)}", sort="step")
 
 
-def _option(run: str) -> str:
+def _option(run: str, target: str = "") -> str:
     """The option of the command line that chooses a run; `NAME=` is a name with an equals sign in it."""
-    return f"--run {run}=" if "=" in run else f"--run {run}"
+    if "=" in target:
+        return f"--run '{run}=\"{target}\"'"
+    return f"--run {run}={target}" if target or "=" in run else f"--run {run}"
 
 
 def _by_step(entry: Entry) -> tuple[int, str]:
@@ -219,7 +222,8 @@ def import_runs(
         UnsupportedError: the tracker, or this kind of url, cannot be read.
     """
     check_choice("rewound", rewound, (None, "keep", "drop"))
-    tracked = _runs_of(tracker, url, experiments, step_key)
+    wanted = partial(_fits, patterns=metrics)
+    tracked = _runs_of(tracker, url, experiments, step_key, wanted)
     choice = _Choice(_TITLES[tracker], catalog)
     left_out = Counter(tracked.left_out)
     matches = _matches(choice, tracked.runs, runs)
@@ -254,7 +258,11 @@ def import_runs(
 
 
 def _runs_of(
-    tracker: str, url: str, experiments: Sequence[str], step_key: str | None
+    tracker: str,
+    url: str,
+    experiments: Sequence[str],
+    step_key: str | None,
+    wanted: Callable[[str], bool],
 ) -> TrackedRuns:
     check_choice("tracker", tracker, tuple(_TITLES))
     if experiments and tracker != "mlflow":
@@ -264,7 +272,7 @@ def _runs_of(
     if tracker == "mlflow":
         from ucformat.trackers.mlflow import mlflow_runs
 
-        return mlflow_runs(url, experiments)
+        return mlflow_runs(url, experiments, wanted)
     if tracker == "wandb":
         from ucformat.trackers.wandb import wandb_runs
 
@@ -318,13 +326,14 @@ def _check_disjoint(title: str, matches: Iterable[_Match]) -> None:
                 )
 
 
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a metric's name fits one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _chosen(metrics: Mapping[str, Any], patterns: Sequence[str]) -> tuple[dict[str, Any], int]:
     """The metrics that patterns fit, and the number of those whose names no catalog takes."""
-    fitting = {
-        name: points
-        for name, points in metrics.items()
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    fitting = {name: points for name, points in metrics.items() if _fits(name, patterns)}
     good = {name: points for name, points in fitting.items() if is_name(name)}
     return good, len(fitting) - len(good)
 

@@ -21,19 +21,22 @@ from ucformat.storage.url import split_url
 from ucformat.trackers.content import Point, TrackedContent, TrackedRun, TrackedRuns, param_value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _PAGE = 1000  # runs of an answer
 _SYSTEM = "system/"  # its own samples of the machine, whose steps are not those of the training
 _MOST_NAMED = 10
 
 
-def mlflow_runs(url: str, experiments: Sequence[str] = ()) -> TrackedRuns:
+def mlflow_runs(
+    url: str, experiments: Sequence[str] = (), wanted: Callable[[str], bool] = bool
+) -> TrackedRuns:
     """List the runs of MLflow.
 
     Args:
         url: of a server, `sqlite:///FILE`, or the folder of a file store.
         experiments: their names (default: all that are not deleted).
+        wanted: whether a metric is; others are named, and have no values (default: all are).
     """
     learn_url(url)
     uri = _checked(url)
@@ -62,7 +65,7 @@ def mlflow_runs(url: str, experiments: Sequence[str] = ()) -> TrackedRuns:
             run.info.run_id,
             run.info.run_name or run.info.run_id,
             partial(frozenset, references.get(run.info.run_id, ())),
-            partial(_read, client, run),
+            partial(_read, client, run, wanted),
         )
         for run in all_runs
         if run.info.lifecycle_stage == "active"
@@ -157,14 +160,15 @@ def _references(client: Any, experiments: Sequence[str]) -> Mapping[str, set[str
     return ids
 
 
-def _read(client: Any, run: Any) -> TrackedContent:
+def _read(client: Any, run: Any, wanted: Callable[[str], bool]) -> TrackedContent:
     metrics, ignored = dict[str, list[Point]](), Counter[str]()
     with _telling():
         for name in sorted(run.data.metrics):
             if name.startswith(_SYSTEM):
                 ignored["metrics of the system"] += 1
                 continue
-            history = client.get_metric_history(run.info.run_id, name)
+            # each is a request
+            history = client.get_metric_history(run.info.run_id, name) if wanted(name) else ()
             # as MLflow chooses the last value, the greatest of those of one time and step
             history = sorted(history, key=lambda m: (m.timestamp, m.step, _order(m.value)))
             metrics[name] = [(m.step, _number(m.value)) for m in history]

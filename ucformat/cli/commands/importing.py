@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ucformat.trackers.importing import ImportedCheckpoint, ImportedRuns
 
 _MAX_NAMED = 5
+_QUOTED = re.compile(r'(.*?)="(.+)"', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,12 @@ def _pairs(texts: Sequence[str]) -> dict[str, str | None]:
 
 
 def _pair(text: str) -> tuple[str, str | None]:
-    """A run of the tracker, and what it belongs to; `NAME=` is a name with an equals sign in it."""
+    """A run of the tracker, and what it belongs to; `NAME=` is a name with an equals sign in it.
+
+    So is a run of the catalog in double quotes.
+    """
+    if (match := _QUOTED.fullmatch(text)) is not None:
+        return match[1], match[2]
     name, equals, ref = text.rpartition("=")
     return (name, ref or None) if equals else (text, None)
 
