@@ -321,6 +321,27 @@ def test_what_was_interrupted_is_told(saved: Catalog, tmp_path: Path) -> None:
         assert str(tmp_path).encode() not in answer.body
 
 
+def test_files_of_attempts_are_looked_at_up_to_a_number(
+    saved: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = [begun(tmp_path / "run7" / name) for name in ("6", "8")]
+    for name, attempt in zip(("6", "8"), attempts, strict=True):
+        folder = tmp_path / "run7" / name / "data" / attempt / "many"
+        folder.mkdir(parents=True)
+        for n in range(9):
+            (folder / str(n)).write_bytes(b"12345")
+    with serving(saved) as ask:
+        whole = json.loads(ask("/ui/jobs.json").body)
+        assert whole["unread"] == []
+        monkeypatch.setattr("ucformat.web.writing.FILES", 12)
+        page, data = both(ask, "/ui/jobs", "/ui/jobs.json")
+    assert {job["attempt"] for job in data["jobs"]} == {*attempts}
+    assert sum(job["bytes"] for job in data["jobs"]) <= 12 * 5 < 18 * 5
+    (told,) = data["unread"]
+    assert "were looked at, so there are more bytes" in told["reason"]
+    assert told["reason"] in page.text
+
+
 def test_what_cannot_be_looked_at_is_told(
     saved: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

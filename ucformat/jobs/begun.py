@@ -19,6 +19,8 @@ from ucformat.storage.url import open_store
 
 _LATER = datetime.max.replace(tzinfo=UTC)
 _ATTEMPTS = 100  # at a place, whose files are listed
+_RECORDS = 10_000  # of attempts at a place, that are listed
+FILES = 20_000  # of attempts, whose sizes and times are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +52,25 @@ class Looked:
     Attributes:
         has_more: whether it has more folders than were looked at.
         unread: why some places could not be looked at, or not whole, by the place.
+        files: how many files of attempts were looked at.
     """
 
     begun: list[Begun]
     has_more: bool
     unread: dict[str, str]
+    files: int = 0
 
 
-def begun_below(folder: str, most: int) -> Looked:
+def begun_below(folder: str, most: int, files: int = FILES) -> Looked:
     """The attempts at a local folder and at those directly in it.
 
     Args:
         most: how many of the folders in it are looked at.
+        files: how many files of all attempts are looked at (default: 20,000).
     """
     places = [folder]
     looked = Looked([], has_more=False, unread={})
+    left = files
     try:
         with os.scandir(folder) as entries:
             folders = (entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -75,10 +81,10 @@ def begun_below(folder: str, most: int) -> Looked:
     for place in places:
         try:
             if _has_attempts(place):
-                _add_begun(place, looked)
+                left -= _add_begun(place, looked, left)
         except (OSError, UcformatError) as error:  # also what is removed at this instant
             looked.unread.setdefault(place, _why(error))
-    return looked
+    return replace(looked, files=files - left)
 
 
 def _why(error: OSError | UcformatError) -> str:
@@ -92,11 +98,14 @@ def _has_attempts(place: str) -> bool:
         return False
 
 
-def _add_begun(place: str, looked: Looked) -> None:
+def _add_begun(place: str, looked: Looked, most: int) -> int:
+    """Add the attempts at a place; returns how many files were looked at, which are at most so many."""
     store = open_store(place)
-    attempts = [a for info in store.list("attempts") if (a := attempt_of(info.key)) is not None]
+    records = islice(store.list("attempts"), _RECORDS)
+    attempts = [a for info in records if (a := attempt_of(info.key)) is not None]
     if not attempts:
-        return
+        return 0
+    left = most
     manifest = find_manifest(store)
     current = manifest or read_tombstone(store)
     if len(attempts) > _ATTEMPTS:
@@ -108,12 +117,18 @@ def _add_begun(place: str, looked: Looked) -> None:
         if current is not None and attempt == current.attempt:
             continue
         try:
-            seen = inspect_attempt(store, attempt, _LATER)
+            seen = inspect_attempt(store, attempt, _LATER, left)
         except UcformatError as error:  # the others are told nevertheless
             looked.unread[place] = _why(error)
             continue
         if seen is None or seen.doc.removed is not None:
             continue
+        left -= seen.files
+        if seen.has_more:
+            looked.unread[place] = (
+                f"of the files of its attempt {attempt} only {seen.files:,} were looked at, so there "
+                "are more bytes, and perhaps later ones"
+            )
         looked.begun.append(
             Begun(
                 store.url,
@@ -126,6 +141,7 @@ def _add_begun(place: str, looked: Looked) -> None:
                 _is_running(seen.doc.owner),
             )
         )
+    return most - left
 
 
 def _is_running(owner: str) -> bool | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.as_json import data_of, instant, row_data
@@ -426,6 +427,7 @@ class Inspected:
     """A leftover attempt as it was inspected: its record with the raw bytes and version, and its size in bytes.
 
     `written` is the last write by the clock of the place, in seconds since 1970; None if unknown.
+    `files` is how many files were looked at, and `has_more` whether there are others.
     """
 
     doc: AttemptDoc
@@ -433,10 +435,18 @@ class Inspected:
     version: str
     nbytes: int
     written: float | None
+    files: int = 0
+    has_more: bool = False
 
 
-def inspect_attempt(store: Store, attempt: str, before: datetime) -> Inspected | None:
-    """Look at an attempt; None if it was written to since a time, or its record is not valid."""
+def inspect_attempt(
+    store: Store, attempt: str, before: datetime, most: int | None = None
+) -> Inspected | None:
+    """Look at an attempt; None if it was written to since a time, or its record is not valid.
+
+    Args:
+        most: how many of its files are looked at (None: all); `has_more` tells that there are others.
+    """
     key = record_key(attempt)
     try:
         data, version = store.read_versioned(key)
@@ -444,12 +454,15 @@ def inspect_attempt(store: Store, attempt: str, before: datetime) -> Inspected |
         own = store.info(key)
     except (ValueError, NotFound):
         return None  # no valid record, or one of a later version
-    infos = [i for folder in folders_of(attempt) for i in store.list(folder)]
+    files = (i for folder in folders_of(attempt) for i in store.list(folder))
+    infos = list(islice(files, most))
+    has_more = most is not None and next(files, None) is not None
     written = max((i.modified for i in (own, *infos) if i.modified is not None), default=None)
     last = max((doc.removed or doc.started).timestamp(), written or 0.0)
     if doc.attempt != attempt or last > before.timestamp():
         return None
-    return Inspected(doc, data, version, sum(i.size for i in infos), written)
+    nbytes = sum(i.size for i in infos)
+    return Inspected(doc, data, version, nbytes, written, len(infos), has_more)
 
 
 def _leftover_purge(store: Store, tombstone: TombstoneDoc, before: datetime) -> Leftover | None:

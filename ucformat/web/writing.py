@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ucformat.catalog.as_json import data_of
 from ucformat.errors import UnsupportedError
-from ucformat.jobs.begun import begun_below
+from ucformat.jobs.begun import FILES, begun_below
 
 if TYPE_CHECKING:
     from ucformat.web.library import Access, Library
@@ -33,8 +33,10 @@ def jobs_data(library: Library, access: Access) -> dict[str, Any]:
     jobs: list[dict[str, Any]] = []
     partly: list[str] = []
     unread: dict[str, str] = {}
+    left = FILES
     for folder in local[:_FOLDERS]:
-        looked = begun_below(folder, _INSIDE)
+        looked = begun_below(folder, _INSIDE, left)
+        left -= looked.files
         jobs += [data_of(each) for each in looked.begun]
         partly += [folder] if looked.has_more else []
         unread |= looked.unread
