@@ -596,6 +596,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         states: str | Iterable[str] | None = None,
         *,
         verify: Verify = "whole",
+        most_boxes: int | None = None,
     ) -> ReadPlan:
         """Plan the reads of one rank of a layout; reads no tensor bytes.
 
@@ -606,6 +607,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
             states: one of `weight`, `master`, `exp_avg`, …, or several (None: all).
             verify: the checksums to verify: of chunks that are read `whole` (default), `always`
                 (reads whole chunks) or `never`.
+            most_boxes: of all tensors together; what has more is UnsupportedError (None: any
+                number).
         """
         from ucformat.reading.rank import Bound, plan_rank
 
@@ -623,7 +626,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
                 Bound.of(source.metadata.tensor_list, layout, chosen),
             )
             self._bound = bound
-        return plan_rank(bound[2], bound[3], rank, verify)
+        return plan_rank(bound[2], bound[3], rank, verify, most_boxes)
 
     def view(self, steps: Steps) -> Checkpoint:
         """The same checkpoint under other names, shapes and dtypes; nothing is copied.

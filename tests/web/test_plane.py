@@ -358,6 +358,17 @@ def test_what_is_no_plan(tensors: Client, body: Any) -> None:
         assert sent(tensors, path, **body).status == 400
 
 
+def test_a_plan_of_too_many_boxes(tensors: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = [{"match": "*", "place": []}]
+    layout = {"version": 1, "mesh": {"dp": 1}, "rules": rules}
+    assert sent(tensors, "/v1/m/plan", layout=layout, rank=0).status == 200
+    monkeypatch.setattr("ucformat.web.plane.MOST_BOXES", 2)
+    for path in ("/v1/m/plan", "/v1/m/part"):
+        answer = sent(tensors, path, layout=layout, rank=0)
+        assert answer.status == 422
+        assert "more than 2 boxes" in json.loads(answer.body)["error"]
+
+
 def test_a_page_of_a_stranger_cannot_send_a_plan(tensors: Client) -> None:
     body = json.dumps({"layout": LAYOUT, "rank": 0}).encode()
     assert tensors("/v1/m/plan", "POST", body, content_type="text/plain").status == 400

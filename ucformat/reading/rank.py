@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ucformat.errors import UsageError
+from ucformat.errors import UnsupportedError, UsageError
 from ucformat.geometry.box import bounding_box
 from ucformat.geometry.tensor import Key, TensorInfo, TensorList
 from ucformat.reading.dtypes import numpy_dtype
@@ -268,14 +268,16 @@ class Bound:
         return cls(layout.bind(tensor_list.renamed(layout.rename)), stored)
 
 
-def plan_rank(source: Readable, bound: Bound, rank: int, verify: Verify) -> ReadPlan:
-    """Plan what a rank reads."""
+def plan_rank(
+    source: Readable, bound: Bound, rank: int, verify: Verify, most_boxes: int | None = None
+) -> ReadPlan:
+    """Plan what a rank reads, in so many boxes of tensors at most."""
     ranks = bound.layout.ranks
     if not 0 <= rank < ranks:
         raise UsageError(
             f"there is no rank {rank}", hint=f"the layout has the ranks 0 to {ranks - 1}"
         )
-    return _Planner(source, bound.layout, rank, bound.stored).plan(verify)
+    return _Planner(source, bound.layout, rank, bound.stored, most_boxes).plan(verify)
 
 
 def item_for(source: Readable, info: TensorInfo, pieces: Sequence[tuple[int, Piece]]) -> ReadItem:
@@ -310,8 +312,14 @@ class _Planner:
     """Allocates one rank's buffers, and collects the pieces to read."""
 
     def __init__(
-        self, source: Readable, bound: BoundLayout, rank: int, stored: Mapping[Key, TensorInfo]
+        self,
+        source: Readable,
+        bound: BoundLayout,
+        rank: int,
+        stored: Mapping[Key, TensorInfo],
+        most_boxes: int | None,
     ) -> None:
+        self.most_boxes, self.boxes = most_boxes, 0
         self.source, self.bound, self.rank, self.stored = source, bound, rank, stored
         self.infos = {i.key: i for i in source.metadata.tensor_list.tensors}
         self.buffers = [
@@ -334,6 +342,12 @@ class _Planner:
         if local is None:
             return []
         info = self.stored[key]
+        self.boxes += len(local.pieces) + len(local.padding)
+        if self.most_boxes is not None and self.boxes > self.most_boxes:
+            raise UnsupportedError(
+                f"rank {self.rank} has more than {self.most_boxes:,} boxes of tensors in this layout",
+                hint="`ucp plan` has no such limit; or plan some `states`",
+            )
         number = self._buffer(key, info, local)
         self.tensors[key] = local
         items = [item_for(self.source, info, [(number, p) for p in local.pieces])]

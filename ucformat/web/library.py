@@ -46,6 +46,8 @@ NEWEST = ("main", "HEAD", "latest")
 NAMESPACE = "ucformat/"
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+#: Boxes of tensors that a rank may have in a plan: of that many it takes some seconds.
+MOST_BOXES = 1 << 18
 #: Part of every commit; to be raised when the same checkpoint is presented by other files.
 _PRESENTATION = 1
 #: What is told instead of a problem that may name files.

@@ -22,7 +22,7 @@ from ucformat.web.blocking import in_thread
 from ucformat.web.document import content_of_file, described, schemas_of_document
 from ucformat.web.endpoints import Endpoint, EndpointRoute, Parameter, openapi, reserved
 from ucformat.web.events import EventStream, Listeners
-from ucformat.web.library import NoFile
+from ucformat.web.library import MOST_BOXES, NoFile
 from ucformat.web.patching import TAR, Patches
 from ucformat.web.streaming import RangeResponse
 from ucformat.web.tensors import (
@@ -443,4 +443,4 @@ def _planned(served: Served, call: Call) -> tuple[Checkpoint, ReadPlan]:
     if layout.view:
         checkpoint = checkpoint.view(layout)
         layout = Layout.parse({name: part for name, part in document.items() if name != "view"})
-    return checkpoint, checkpoint.plan(layout, rank, states)
+    return checkpoint, checkpoint.plan(layout, rank, states, most_boxes=MOST_BOXES)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ucformat.errors import UcformatError, UsageError
 from ucformat.reading.rank import amplification, plan_data
 from ucformat.web.contents import Opened
+from ucformat.web.library import MOST_BOXES
 from ucformat.web.pictures import DRAWN, asked_layout, boxes_data, picture, stored_boxes
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _planned(
         raise UsageError(f"a rank is a number, not {rank[:40]!r}")
     layout = asked_layout(data["layout"], _RANKS)
     exact = ck.with_lossy().with_older()  # nothing is read
-    plan = exact.plan(layout, int(rank), data["state"] or None)
+    plan = exact.plan(layout, int(rank), data["state"] or None, most_boxes=MOST_BOXES)
     numbers = plan_data(plan)
     files = sorted(numbers["files"].items(), key=lambda file: (-file[1], file[0]))
     parts = _parts(plan)
