@@ -1,8 +1,8 @@
 """Pages of large catalogs: how long each takes, and its size.
 
-`python -m bench.pages [--rounds N]`. Catalogs on SQLite of 10,000 checkpoints of 1,000 tensors, and of a million of
-one tensor, each in 20 runs, are served by `ucp serve`. Each page is asked for once before it is timed; each request has
-a new connection.
+`python -m bench.pages [--rounds N] [--folder FOLDER]`. Catalogs on SQLite of 10,000 checkpoints of 1,000 tensors,
+and of a million of one tensor, each in 20 runs, are served by `ucp serve`. Each page is asked for once before it is
+timed; each request has a new connection. Catalogs that are in the folder already are not filled again.
 """
 
 from __future__ import annotations
@@ -40,21 +40,27 @@ LARGEST = 300_000  # bytes of a page
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--folder")
+    asked = parser.parse_args()
+    rounds = asked.rounds
     times: dict[str, dict[str, float]] = {}
     sizes: dict[str, int] = dict.fromkeys(PAGES, 0)
     filled = []
     with tempfile.TemporaryDirectory(prefix="ucp-bench-") as folder:
         for name, (plan, _) in CATALOGS.items():
-            url = f"sqlite:///{folder}/{plan.checkpoints}.db"
-            begun = time.perf_counter()
-            with closing(Catalog(url)) as catalog:
-                fill(catalog, plan)
-            filled.append(f"{time.perf_counter() - begun:.0f} s ({name})")
+            file = Path(asked.folder or folder, f"{plan.checkpoints}.db")
+            url = f"sqlite:///{file}"
+            if not file.exists():
+                begun = time.perf_counter()
+                with closing(Catalog(url)) as catalog:
+                    fill(catalog, plan)
+                filled.append(f"{time.perf_counter() - begun:.0f} s ({name})")
             with running_ucp(["--catalog", url]) as (place, _):
                 times[name] = measure(place, rounds, sizes)
-            Path(folder, f"{plan.checkpoints}.db").unlink()
-    print(f"Filled in {', '.join(filled)}. Milliseconds, median of {rounds}:\n")
+            if not asked.folder:
+                file.unlink()
+    told = f"Filled in {', '.join(filled)}. " if filled else ""
+    print(f"{told}Milliseconds, median of {rounds}:\n")
     print(
         table(
             ["page", *CATALOGS, "bytes"],
