@@ -47,10 +47,10 @@ def test_a_page_is_what_is_found(catalog: Catalog) -> None:
     for n in range(12):
         put(catalog, n, run="ab"[n % 2], metrics={"loss": float(n % 5)})
     catalog.delete("a@4")
-    for where in ("", "run = 'a'", "run in ('b')", "metric.loss < 3", "run = 'none'"):
-        for sort in ("newest", "metric.loss", "-step"):
+    for where in ("", "run = 'a'", "run in ('b') and metric.loss < 3", "run = 'none'"):
+        for sort in ("newest", "metric.loss"):
             for offset in (0, 3, 100):
-                for counted in (1, 4, 50):
+                for counted in (1, 50):
                     page = catalog.page(where, sort=sort, limit=2, offset=offset, counted=counted)
                     assert page.entries == catalog.find(where, sort=sort, limit=2, offset=offset)
                     first = catalog.find(where, sort=sort, limit=counted)

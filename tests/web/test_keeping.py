@@ -393,10 +393,10 @@ def test_an_attempt_that_cannot_be_read_hides_no_other(
     record = (place / "attempts" / f"{other}.json").read_text()
     (place / "attempts" / f"{unread}.json").write_text(record.replace(other, unread))
 
-    def failing(store: Any, attempt: str, before: Any) -> Any:
+    def failing(store: Any, attempt: str, *more: Any) -> Any:
         if attempt == unread:
             raise PermissionDenied("denied")
-        return inspect_attempt(store, attempt, before)
+        return inspect_attempt(store, attempt, *more)
 
     monkeypatch.setattr("ucformat.jobs.begun.inspect_attempt", failing)
     with serving(saved) as ask:
