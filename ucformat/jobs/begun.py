@@ -70,7 +70,6 @@ def begun_below(folder: str, most: int, files: int = FILES) -> Looked:
     """
     places = [folder]
     looked = Looked([], has_more=False, unread={})
-    left = files
     try:
         with os.scandir(folder) as entries:
             folders = (entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -81,10 +80,10 @@ def begun_below(folder: str, most: int, files: int = FILES) -> Looked:
     for place in places:
         try:
             if _has_attempts(place):
-                left -= _add_begun(place, looked, left)
+                _add_begun(place, looked, files)
         except (OSError, UcformatError) as error:  # also what is removed at this instant
             looked.unread.setdefault(place, _why(error))
-    return replace(looked, files=files - left)
+    return looked
 
 
 def _why(error: OSError | UcformatError) -> str:
@@ -98,14 +97,13 @@ def _has_attempts(place: str) -> bool:
         return False
 
 
-def _add_begun(place: str, looked: Looked, most: int) -> int:
-    """Add the attempts at a place; returns how many files were looked at, which are at most so many."""
+def _add_begun(place: str, looked: Looked, files: int) -> None:
+    """Add the attempts at a place, of which so many files in all are looked at."""
     store = open_store(place)
     records = islice(store.list("attempts"), _RECORDS)
     attempts = [a for info in records if (a := attempt_of(info.key)) is not None]
     if not attempts:
-        return 0
-    left = most
+        return
     manifest = find_manifest(store)
     current = manifest or read_tombstone(store)
     if len(attempts) > _ATTEMPTS:
@@ -117,13 +115,13 @@ def _add_begun(place: str, looked: Looked, most: int) -> int:
         if current is not None and attempt == current.attempt:
             continue
         try:
-            seen = inspect_attempt(store, attempt, _LATER, left)
+            seen = inspect_attempt(store, attempt, _LATER, files - looked.files)
         except UcformatError as error:  # the others are told nevertheless
             looked.unread[place] = _why(error)
             continue
         if seen is None or seen.doc.removed is not None:
             continue
-        left -= seen.files
+        looked.files += seen.files
         if seen.has_more:
             looked.unread[place] = (
                 f"of the files of its attempt {attempt} only {seen.files:,} were looked at, so there "
@@ -141,7 +139,6 @@ def _add_begun(place: str, looked: Looked, most: int) -> int:
                 _is_running(seen.doc.owner),
             )
         )
-    return most - left
 
 
 def _is_running(owner: str) -> bool | None:
