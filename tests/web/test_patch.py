@@ -129,8 +129,8 @@ def test_the_documented_commands_are_a_client(run: Catalog, tmp_path: Path) -> N
     with serving(run) as ask:
         lines = [line.removeprefix("$ ") for line in block.splitlines()]
         program = "\n".join(["set -e", *lines])
-        for name, here in (("http://127.0.0.1:8400", ask.url), ("@1001", "@3"), ("@1000", "@1")):
-            program = program.replace(name, here)
+        for name, own in (("http://127.0.0.1:8400", ask.url), ("@1001", "@3"), ("@1000", "@1")):
+            program = program.replace(name, own)
         environment = os.environ | {"UCP_CATALOG": f"sqlite:///{tmp_path}/here.db"}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         subprocess.run(["bash", "-c", program], check=True, cwd=tmp_path / "here", env=environment)

@@ -133,7 +133,7 @@ def _load_page(connection: Connection, serials: Sequence[int], now: datetime) ->
     rows = connection.execute(_CHECKPOINTS, {"serials": serials}).all()
     launches = load_continuations(connection, {r.launch_id for r in rows})
     used = sorted({r.config_id for r in rows if r.config_id is not None})
-    configs = dict(connection.execute(_CONFIGS, {"serials": used}).all())
+    configs: dict[int, Any] = dict(connection.execute(_CONFIGS, {"serials": used}).all())
     texts = {text for r in rows for text in (r.producer, r.topology)}
     parsed = {text: json.loads(text) for text in texts}
     entries = {}

@@ -279,7 +279,10 @@ def find_series(
         .limit(most)
     )
     return {
-        run: sorted(map(tuple, connection.execute(query, {"run": run, "metric": metric})))
+        run: sorted(
+            (step, value)
+            for step, value in connection.execute(query, {"run": run, "metric": metric})
+        )
         for run, metric in metrics.items()
     }
 

@@ -38,7 +38,7 @@ from ucformat.web.blocking import in_thread
 from ucformat.web.streaming import disconnected
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
     from typing import BinaryIO
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.schema.manifest import Manifest
-    from ucformat.storage.base import Bytes
+    from ucformat.storage.base import Bytes, Checksums
     from ucformat.web.library import Access, Library
 
 _log = logging.getLogger("ucformat.web")
@@ -188,8 +188,34 @@ class _Outbox(FlatStore):
         """Forget a record: who continues begins anew."""
         return content_version(data)
 
+    def delete(self, key: str) -> None:
+        """Do nothing: what was sent stays."""
+
     def delete_prefix(self, prefix: str) -> None:
         """Do nothing: there are no records."""
+
+    def list(self, prefix: str = "") -> Iterator[Info]:
+        """The files that were sent."""
+        folder = f"{prefix}/" if prefix else ""
+        return (info for key, info in self._infos.items() if key.startswith(folder))
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:  # noqa: ARG002
+        """Refuse: no file is kept."""
+        raise NotFound(f"{key} was sent, and is not here")
+
+    def read_into(
+        self,
+        key: str,
+        offset: int,  # noqa: ARG002
+        buffers: Sequence[memoryview],  # noqa: ARG002
+        crcs: Checksums | None = None,  # noqa: ARG002
+    ) -> None:
+        """Refuse, as `read`."""
+        self.read(key)
+
+    def replace(self, key: str, data: bytes, version: str) -> str:  # noqa: ARG002
+        """Refuse, as `read`."""
+        raise NotFound(f"{key} was sent, and is not here")
 
 
 class _Outgoing(FileWriter):
