@@ -117,16 +117,16 @@ def open_catalog(ref: str) -> Catalog:
     return Catalog(read_only=True)
 
 
-def open_watched(place: str, watch: Callable[[Store], WatchedStore]) -> tuple[Checkpoint, str]:
+_P = TypeVar("_P", bound="str | PathLike[str] | Store")
+
+
+def open_watched(place: _P, watch: Callable[[Store], WatchedStore]) -> tuple[Checkpoint, _P | str]:
     """Open a checkpoint through stores that the caller makes; see `open_reference`.
 
     Returns:
         the checkpoint, and the path or url to which the reference refers.
     """
     return _open(place, watch=watch)
-
-
-_P = TypeVar("_P", bound="str | PathLike[str] | Store")
 
 
 def _open(

@@ -59,6 +59,9 @@ class Settings:
     cache: str = ""
     cache_bytes: int = 64 << 30  # of these copies on the disk
 
+    #: The name of this node in a training with tiers, `RACK/NODE`; "" is the host's name.
+    node: str = ""
+
     #: Whose signatures `--signed-by trusted` accepts: PEM files of public keys or of authorities'
     #: certificates, and `sigstore:ISSUER,IDENTITY`.
     signers: tuple[str, ...] = ()

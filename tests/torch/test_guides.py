@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -190,6 +191,21 @@ def test_the_loop_with_a_manager(tmp_path: Path) -> None:
     ]
     lineage = ucformat.open(tmp_path / "run" / "step-00000006").manifest.lineage
     assert [entry.kind for entry in lineage] == ["reshard"]  # from two ranks to one
+
+
+def test_tiers(tmp_path: Path) -> None:
+    first, second = follow("tiers.md", tmp_path)
+    assert re.findall(r"begin with step (\d+)", first) == ["1", "1"]
+    assert re.findall(r"begin with step (\d+)", second) == ["9"]
+
+    def steps(folder: str) -> list[str]:
+        return sorted(p.name for p in (tmp_path / folder).iterdir())
+
+    assert steps("memory") == ["step-00000014", "step-00000016"]
+    assert steps("run") == ["step-00000006", "step-00000012"]
+    shutil.rmtree(tmp_path / "memory")
+    third = fork(2, ["train.py"], tmp_path / "third.txt", cwd=tmp_path, PYTHONSAFEPATH="")
+    assert re.findall(r"begin with step (\d+)", third) == ["13", "13"]
 
 
 def test_publish(tmp_path: Path) -> None:

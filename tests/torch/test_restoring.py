@@ -264,7 +264,7 @@ def test_an_interrupted_save_leaves_the_one_before(
     manager = manager_of(tmp_path)
     manager.save(1, state_at(1))
 
-    def killed(*_: Any) -> None:
+    def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     with (

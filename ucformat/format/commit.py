@@ -176,12 +176,18 @@ def _id(digest: str) -> str:
 
 
 def commit(
-    store: Store, attempt: Attempt, manifest: Manifest, data: bytes | None = None
+    store: Store,
+    attempt: Attempt,
+    manifest: Manifest,
+    data: bytes | None = None,
+    *,
+    announced: bool = True,
 ) -> Manifest:
     """Make the attempt's files durable, commit them, and then remove the checkpoint that they replace.
 
     Args:
         data: the file of the manifest (default: the manifest as JSON with its digest).
+        announced: whether the subscribers of `on_commit` are told.
 
     Returns:
         The committed manifest: this one, or an equal one that another writer of the attempt
@@ -232,7 +238,8 @@ def commit(
         ) from error
     if attempt.replaces is not None and attempt.replaces[0].attempt != attempt.id:
         discard(store, attempt.replaces[0].attempt)
-    announce(store.url, manifest)
+    if announced:
+        announce(store.url, manifest)
     return manifest
 
 

@@ -42,7 +42,7 @@ from ucformat.format.structure import (
 )
 from ucformat.format.tile_index import TileIndex
 from ucformat.format.universal import Universal, grid_of
-from ucformat.geometry.tensor import Key
+from ucformat.geometry.tensor import Block, Key
 from ucformat.jobs.dependents import need_base
 from ucformat.jobs.documents import copy_document
 from ucformat.jobs.finished import FinishedDoc, RecordedJob, TaskDoc, discard_finished
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.format.audit import AuditItem
-    from ucformat.geometry.tensor import Block
     from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import FileWriter, Store
 
@@ -267,6 +266,19 @@ def _packed(source: Universal) -> list[PackedFile]:
         return PackedFile(file, size, tuple(blocks[file]), file in bare)
 
     return map_io(packed_file, sidecar.files)
+
+
+def packed_item(source: Universal, file: str) -> PackedFile:
+    """One packed file that consists of tiles, with the checksum of each; see `listed`."""
+    sidecar, keys = source.sidecar(), list(source.docs)
+    blocks = [
+        (key := keys[tensor], Block(offset, box.size * source.docs[key].unit, placed=True))
+        for offset, (tensor, box) in sorted(sidecar.tiles_in(file).items())
+    ]
+    size = source.store.info(file).size
+    if file in encoded_files(sidecar, source.manifest.tensors):
+        return PackedFile(file, size, tuple(_stored(source, file, blocks)), bare=False)
+    return PackedFile(file, size, tuple(blocks), bare=False)
 
 
 def _stored(

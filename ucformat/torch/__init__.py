@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ucformat.torch.state.fingerprint import fingerprint
     from ucformat.torch.state.loaders import deal_evenly
     from ucformat.torch.state.objects import PerRank, Rng, StateParts
+    from ucformat.torch.tiers.tier import Tier
 
 __all__ = [
     "CapturedLayout",
@@ -50,6 +51,7 @@ __all__ = [
     "Saved",
     "StateParts",
     "Subscription",
+    "Tier",
     "Update",
     "Writer",
     "async_save",
@@ -85,6 +87,7 @@ _HOMES = {
     "Saved": "ucformat.torch.saving.save",
     "StateParts": "ucformat.torch.state.objects",
     "Subscription": "ucformat.torch.publishing.subscribe",
+    "Tier": "ucformat.torch.tiers.tier",
     "Update": "ucformat.torch.publishing.subscribe",
     "Writer": "ucformat.engines.pytorch.dcp_writer",
     "async_save": "ucformat.torch.saving.asynchronous",

@@ -341,6 +341,7 @@ def _described(
         "config": config,
         "changed": None,
         "tokens": None,
+        "times": 0,
         "overwrite": True,
         **launch.next_save(),
         **arguments,

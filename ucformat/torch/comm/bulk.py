@@ -345,7 +345,7 @@ class Bulk(Connections):
 
         try:
             connection = connect(
-                self._directory[other], self.rank, other, self._secret, end, check, bulk=True
+                self._directory[other], self.rank, other, self._secret, end, check, "bulk"
             )
         except UcformatError as error:
             raise Lost(error.message, other) from error

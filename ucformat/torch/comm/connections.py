@@ -22,7 +22,7 @@ import weakref
 from collections import deque
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ucformat.errors import UcformatError
 from ucformat.torch.comm.handshake import (
@@ -115,6 +115,16 @@ class NeighbourLine:
         self.received: dict[int, deque[bytearray]] = {}
 
 
+class FileTaker(Protocol):
+    """What answers over connections over which other ranks read files."""
+
+    def has_room(self) -> bool:
+        """Return whether another connection can be answered."""
+
+    def take(self, connection: socket.socket) -> None:
+        """Answer over a connection, in another thread, until it is closed."""
+
+
 class Connections(ConnectionTaker):
     """The connections of a group.
 
@@ -142,6 +152,7 @@ class Connections(ConnectionTaker):
         self.kept: dict[type, Any] = {}
         self.opening = threading.Lock()
         self.below: dict[int, frozenset[int]] = {}  # by child, the ranks of its subtree
+        self.files: FileTaker | None = None  # None: no files are served
         self._neighbours = ([self.parent] if self.rank else []) + list(self.children)
         self._secret = secret
         self._directory: dict[int, Address] = {}
@@ -226,6 +237,38 @@ class Connections(ConnectionTaker):
             time.sleep(RETRY_S)
         with self._change:
             self._add(other, line)
+
+    def accept_files(self, welcome: Callable[[bool], socket.socket | None]) -> None:
+        """Take a connection over which a rank reads files, if they are served and there is room."""
+        with self._change:
+            files = self.files
+            has_room = self.intact and files is not None and files.has_room()
+            connection = welcome(has_room)
+            if connection is not None and files is not None:
+                self._sockets.add(connection)
+                files.take(connection)
+
+    def connect_to_files(self, other: int) -> socket.socket:
+        """Connect to a rank to read files that it serves; waits until it does, and has room."""
+        end = time.monotonic() + self.timeout
+        address = self._directory[other]
+        while (
+            connection := connect(
+                address, self.rank, other, self._secret, end, lambda: self._check(other), "files"
+            )
+        ) is None:
+            if time.monotonic() > end:
+                raise UcformatError(f"rank {other} has served no files for {self.timeout:g} s")
+            time.sleep(RETRY_S)
+        with self._change:
+            self._sockets.add(connection)
+        return connection
+
+    def close_files(self, connection: socket.socket) -> None:
+        """Close a connection over which files were read."""
+        with self._change:
+            self._sockets.discard(connection)
+        connection.close()
 
     def _neighbours_but(self, other: int) -> dict[int, int]:
         """Ranks by the descriptors of their lines: all neighbours but one."""

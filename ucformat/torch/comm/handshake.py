@@ -8,8 +8,8 @@ as the group lives, in a thread, on one interface: the loopback if all ranks are
     client:  HMAC-SHA256(secret, "caller" + all of the above)                             (32 bytes)
     server:  welcome, or the answer                                                       (1 or 36 bytes)
 
-A client wants a line for messages, or to ask for bulk data, or to learn for which ranks the other
-one waits. One that gives up says because of which rank, and waits for no answer, so that the news
+A client wants a line for messages, or to ask for bulk data, or to read files, or to learn for which
+ranks the other one waits. One that gives up says because of which rank, and waits for no answer, so that the news
 arrives even if it ends at once; a group fails only once, so a repetition is no news:
 
     client:  as above, with the rank in place of the nonce, HMAC-SHA256(secret, "alarm" + all of it)   (81 bytes)
@@ -31,7 +31,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ucformat.errors import UcformatError
 
@@ -48,7 +48,10 @@ _HELLO = struct.Struct("<8sIIB32s")  # magic, rank of the client, rank of the se
 _MAGIC = b"ucformat"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
-_LINE, _ASK, _ALARM, _BULK = range(4)
+#: What a connection is for.
+Use = Literal["line", "bulk", "files"]
+_LINE, _ASK, _ALARM, _BULK, _FILES = range(5)
+_USES: dict[Use, int] = {"line": _LINE, "bulk": _BULK, "files": _FILES}
 # the rank because of which a client gives up, in place of the nonce
 _CAUSE = struct.Struct("<i28x")
 _TOLD = 8  # ranks in the answer to a question, at most; -1 is none
@@ -70,10 +73,9 @@ def connect(
     secret: bytes,
     end: float,
     check: Callable[[], None],
-    *,
-    bulk: bool = False,
+    use: Use = "line",
 ) -> socket.socket | None:
-    """Connect to another rank; None if it has too many connections.
+    """Connect to another rank; None if it has too many connections, or serves no files.
 
     Args:
         check: called now and then while this waits; raises to give up.
@@ -84,7 +86,7 @@ def connect(
             with ExitStack() as on_failure, suppress(TimeoutError):
                 connection = socket.create_connection(address, min(remaining, _HANDSHAKE_S))
                 on_failure.enter_context(connection)
-                hello = _hello(rank, other, _BULK if bulk else _LINE)
+                hello = _hello(rank, other, _USES[use])
                 answer = _authenticate(connection, hello, secret, end, check, len(_WELCOME))
                 if answer == _WELCOME:
                     on_failure.pop_all()
@@ -195,6 +197,10 @@ class ConnectionTaker(ABC):
         self, other: int, welcome: Callable[[bool], socket.socket | None]
     ) -> socket.socket | None:
         """Take a connection for bulk data, or refuse it."""
+
+    @abstractmethod
+    def accept_files(self, welcome: Callable[[bool], socket.socket | None]) -> None:
+        """Take a connection over which files are read, or refuse it."""
 
     @abstractmethod
     def arrived(self, connection: socket.socket) -> bool:
@@ -309,6 +315,8 @@ class Listener:
                 owner.accept(client, welcome)
             elif use == _BULK:
                 return owner.accept_bulk(client, welcome)
+            elif use == _FILES:
+                owner.accept_files(welcome)
             elif use == _ASK:
                 state, reasons = owner.state()
                 with suppress(OSError):

@@ -181,6 +181,7 @@ def open_together(
     known: Collection[str] = (),
     *,
     more: bool = False,
+    store: Store | None = None,
 ) -> Checkpoint:
     """Open a checkpoint on all ranks, which call this together.
 
@@ -193,6 +194,7 @@ def open_together(
         known: the ids of bases of which nothing will be read.
         more: the caller goes on with a collective, by which ranks learn that another one has
             failed (False: they learn it here).
+        store: through which this rank reads the place, which is a url (default: the place's own).
     """
     place_name = None if isinstance(place, Checkpoint) else path_text(place)
     if isinstance(place, PathLike) and not Path(place).is_absolute():
@@ -204,18 +206,18 @@ def open_together(
         if common_name is None:
             return None
         answers: dict[StoreCall, Answer] = {}
-        checkpoint, url = _open(common_name, answers, known)
-        return _Opened(url, answers)
+        checkpoint, url = _open(store or common_name, answers, known)
+        return _Opened(url if isinstance(url, str) else common_name, answers)
 
     if ranks.size == 1:
-        return place if isinstance(place, Checkpoint) else open_reference(place)
+        return place if isinstance(place, Checkpoint) else open_reference(store or place)
     opened: _Opened | None = ranks.combine(place_name, _if_equal, str | None, read, _Opened | None)
     failure: Exception | None = None
     try:
         if opened is None:
             checkpoint = place if isinstance(place, Checkpoint) else open_reference(place)
         elif ranks.rank:
-            checkpoint, _ = _open(opened.place, dict(opened.answers), known)
+            checkpoint, _ = _open(store or opened.place, dict(opened.answers), known)
     except Exception as error:  # noqa: BLE001 - raised on all ranks
         failure = error
     if failure is not None or not more:
@@ -229,14 +231,14 @@ def _if_equal(a: str | None, b: str | None) -> str | None:
 
 
 def _open(
-    place: str, answers: dict[StoreCall, Answer], known: Collection[str]
-) -> tuple[Checkpoint, str]:
+    place: str | Store, answers: dict[StoreCall, Answer], known: Collection[str]
+) -> tuple[Checkpoint, str | Store]:
     return read_consistently(lambda: _read_documents(place, answers, known), optimistic=False)
 
 
 def _read_documents(
-    place: str, answers: dict[StoreCall, Answer], known: Collection[str]
-) -> tuple[Checkpoint, str]:
+    place: str | Store, answers: dict[StoreCall, Answer], known: Collection[str]
+) -> tuple[Checkpoint, str | Store]:
     stores: list[RememberingStore] = []
 
     def watch(store: Store) -> RememberingStore:

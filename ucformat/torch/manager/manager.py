@@ -9,9 +9,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
-from ucformat.errors import UcformatError, UsageError, check_keywords
+from ucformat.errors import UcformatError, UnsupportedError, UsageError, check_keywords
 from ucformat.schema import MANIFEST
 from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
@@ -19,7 +19,7 @@ from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
 from ucformat.torch.manager.increments import Increments, choose_base
 from ucformat.torch.manager.preemption import Notice
-from ucformat.torch.manager.restore import restore_newest
+from ucformat.torch.manager.restore import RunFolder, restore_newest
 from ucformat.torch.manager.steps import (
     RunContents,
     Signals,
@@ -44,13 +44,16 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.bulk import Links
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
-    from ucformat.torch.manager.restore import Mode
+    from ucformat.torch.manager.restore import Mode, RunPlaces
     from ucformat.torch.manager.retention import Keep, RunRetention
     from ucformat.torch.manager.steps import RunStep
     from ucformat.torch.saving.handles import SaveHandle
     from ucformat.torch.saving.options import SaveArguments
     from ucformat.torch.saving.save import Saved
     from ucformat.torch.state.changed import ChangedRows
+    from ucformat.torch.tiers.recovery import Survivors
+    from ucformat.torch.tiers.tier import Tier
+    from ucformat.torch.tiers.tiers import Tiers
 
 __all__ = ["Manager"]
 
@@ -92,6 +95,9 @@ class Manager:
         asynchronous: save in the background, at most one checkpoint at a time.
         increments: save what changed since an earlier checkpoint of the run, which is chosen by this
             policy (docs/guides/save_less.md). Those that others are based on are kept by `keep`.
+        tiers: nearer places, the fastest first, which save more often and from which `url` is filled
+            (docs/guides/tiers.md): `[Tier("/dev/shm/run7", every=10, replicas=1)]`. Checkpoints are
+            packed. `keep` is then for `url`, and `every` a multiple of the tiers'.
         signals: those that ask to save and stop; handlers that were installed before are called
             too.
         arguments: those of `RunArguments`, by keyword, as for `save`. By default a checkpoint of
@@ -101,7 +107,8 @@ class Manager:
 
     Raises:
         UsageError: `every` is not positive, or `keep` is not a valid policy; or `increments` are
-            given together with `base` or `patch`.
+            given together with `base` or `patch`; or tiers contradict each other.
+        UnsupportedError: with tiers, an argument that is not possible there.
     """
 
     def __init__(
@@ -112,6 +119,7 @@ class Manager:
         keep: Keep | None = None,
         asynchronous: bool = False,
         increments: Increments | None = None,
+        tiers: Sequence[Tier] = (),
         signals: Sequence[int] = (signal.SIGTERM,),
         **arguments: Unpack[RunArguments],
     ) -> None:
@@ -134,6 +142,9 @@ class Manager:
         if increments is not None:
             arguments = _with_index(arguments)
         self.url = open_store(url).url
+        self._tiers = _make_tiers(self, tiers, every, increments, arguments) if tiers else None
+        if self._tiers is not None:
+            arguments, every = {**arguments, "form": "packed"}, self._tiers.every
         self._overwrite = SaveOptions.of(self.url, arguments).overwrite  # checks all of them
         self._every, self._asynchronous, self._arguments = every, asynchronous, arguments
         self._retention = None if keep is None else _make_retention(self.url, keep)
@@ -151,6 +162,7 @@ class Manager:
         self._launch = TrainingLaunch()
         # the checkpoints in this folder when the launch began
         self._listed: RunContents | None = None
+        self._places: RunPlaces | None = None  # those that were listed
         self._begun = False  # whether the launch has saved
         self._last: Saved | None = None
         self._pending: _PendingSave | None = None
@@ -188,6 +200,11 @@ class Manager:
             seconds: from the signal on. Leave some seconds of what the scheduler gives (120 s on
                 spot instances, `--signal=TERM@120` of SLURM) to the program itself.
         """
+        if self._tiers is not None:
+            raise UnsupportedError(
+                "on_preemption is not supported with tiers, whose copies are not bounded by a time",
+                hint="leave it out: the last save after a signal goes to all tiers, the first one first",
+            )
         if seconds <= 0:
             raise UsageError(f"seconds={seconds:g} is not positive", hint="such as seconds=110")
         if not self._signals.numbers:
@@ -253,6 +270,8 @@ class Manager:
         if not due:
             return None
         ending = self._stopping and not self._saved_for_stop
+        if self._tiers is not None:
+            self._tiers.settle()
         try:
             self._settle(ending=ending)
         except UcformatError as error:
@@ -279,14 +298,23 @@ class Manager:
             "tokens": tokens,
             "overwrite": overwrite,
         }
+        if self._tiers is not None:
+            arguments["times"] = self._tiers.times(ranks)
         self._last_begun = time.monotonic()
         if self._asynchronous and not ending:
             handle = async_save(state, url, **arguments)
-            self._pending, self._last_step = _PendingSave(handle, step, first=first), step
+            self._pending = _PendingSave(handle, step, first=first)
+            self._last_step = step
+            if self._tiers is not None:
+                self._tiers.copy(handle, step, everywhere=force)
             return handle
         saved = save(state, url, **arguments)
         self._last_step, self._saved_for_stop = step, self._saved_for_stop or ending
         self._committed(saved, step, first=first)
+        if self._tiers is not None:
+            self._tiers.copy(saved, step, everywhere=force or ending)
+            if ending:
+                self._tiers.wait()
         return saved
 
     def restore_latest(
@@ -319,7 +347,12 @@ class Manager:
             raise UsageError(f"verify={verify!r} is not supported", hint='"full" or "quick"')
         self._settle()
         options = self._load_options(options)
-        restored = restore_newest(self.url, state, verify, self._ranks(), options)
+        ranks = self._ranks()
+        places = self._run_places(ranks)
+        try:
+            restored = restore_newest(places, state, verify, ranks, options)
+        finally:
+            places.close()
         if restored is None:
             return None
         self._last_step, self._later_steps, self._damaged_urls = (
@@ -328,7 +361,7 @@ class Manager:
             restored.damaged,
         )
         self._launch.begin(restored.report)
-        self._listed, self._begun = restored.listed, False
+        self._listed, self._places, self._begun = restored.listed, places, False
         self._bases, self._ancestors = None, _ancestors_of(restored.report)
         return restored.report
 
@@ -368,6 +401,8 @@ class Manager:
                 self._pending.raised = True
                 raise
         self._poll()
+        if self._tiers is not None:
+            self._tiers.wait()
         if self._retention_job is not None:
             self._retention_job.result()
         return self._last
@@ -381,6 +416,8 @@ class Manager:
         try:
             self.wait()
         finally:
+            if self._tiers is not None:
+                self._tiers.close()
             self._signals.close()
             if self._notice is not None:
                 self._notice.close()
@@ -499,18 +536,30 @@ class Manager:
         """Before the first save of a launch: count on from all that is known, and see what it leaves behind."""
         if self._begun:
             return
-        if self._listed is None:
+        if self._listed is None and self._tiers is None:
             self._listed = ranks.combine(
                 None, then=lambda _: list_steps(self.url), answer_kind=RunContents
             )
+        elif self._listed is None:
+            self._places = self._run_places(ranks)
+            self._listed = self._places.list(ranks)
+        assert self._listed is not None  # noqa: S101 - it was set
         run = self._arguments.get("run")
         commits = ranks.combine(None, then=lambda _: _known_commits(self.url, run), answer_kind=int)
         self._launch.commits = max(self._launch.commits, self._listed.commits, commits)
         self._launch.continues |= continued_here(self._listed.steps)
-        self._listed, self._begun = None, True
+        if self._tiers is not None:
+            self._tiers.begin(cast("Survivors", self._places), ranks)
+        self._listed, self._places, self._begun = None, None, True
+
+    def _run_places(self, ranks: Group) -> RunPlaces:
+        return RunFolder(self.url) if self._tiers is None else self._tiers.survivors(ranks)
 
     def _destination(self, step: int) -> tuple[str, bool]:
         """Where to save, and whether to replace an existing checkpoint."""
+        if self._tiers is not None:
+            folder = self._tiers.destination(step, self._later_steps, self._ranks())
+            return self._tiers.url_of(folder), False
         if self._overwrite or step not in self._later_steps:
             return f"{self.url}/{folder_of(step)}", self._overwrite
         from ucformat.torch.manager.retention import free_place
@@ -557,8 +606,13 @@ class Manager:
             self._bases.insert(0, read_step(saved.url, step))
         self._later_steps.discard(step)
         ends_in_time = self._notice is not None and self._stopping
-        if self._retention is not None and first and not ends_in_time:
-            self._retention_job = self._pool.submit(self._retention.apply, saved.url, step)
+        if first and self._tiers is None and not ends_in_time:
+            self._retain(saved.url, step)
+
+    def _retain(self, url: str, step: int) -> None:
+        """Start to delete old checkpoints at the url of the run, where another one is committed."""
+        if self._retention is not None:
+            self._retention_job = self._pool.submit(self._retention.apply, url, step)
 
 
 def _joined(a: tuple[int, float], b: tuple[int, float]) -> tuple[int, float]:
@@ -582,6 +636,25 @@ def _ancestors_of(report: LoadReport) -> set[str]:
     """The checkpoint of which a program's experts are those, if all of it was restored."""
     restored = not report.left and not report.problems.lines(unexpected=True)
     return {report.id} if restored and report.lineage.kind in ("resume", "reshard") else set()
+
+
+def _make_tiers(
+    manager: Manager,
+    tiers: Sequence[Tier],
+    every: int | timedelta | None,
+    increments: Increments | None,
+    arguments: RunArguments,
+) -> Tiers:
+    from ucformat.torch.tiers.tiers import Tiers  # imports sqlalchemy
+
+    if increments is not None:
+        word = "partial" if arguments.get("partial") else "increments"
+        raise UnsupportedError(
+            f"{word}={arguments.get('partial') or increments!r} is not supported with tiers: what a "
+            "checkpoint is based on may not survive",
+            hint=f"leave out {word}, or tiers",
+        )
+    return Tiers(manager.url, tiers, every, arguments, manager._retain)  # noqa: SLF001 - its own
 
 
 def _make_retention(root: str, keep: Keep) -> RunRetention:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from ucformat.catalog.lines import contradictions
 from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
@@ -25,7 +25,7 @@ from ucformat.torch.loading.share import open_together
 from ucformat.torch.manager.steps import RunContents, RunStep, list_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.universal import Universal
@@ -59,8 +59,62 @@ class _CheckResult:
         )
 
 
+class RunPlaces(Protocol):
+    """Where the checkpoints of a run are; all ranks call its methods together."""
+
+    @property
+    def root(self) -> str:
+        """What errors call it."""
+
+    def list(self, ranks: Group) -> RunContents:
+        """Find the committed checkpoints that were not deleted in the catalog, the newest first."""
+
+    def open(self, step: RunStep, ranks: Group) -> Checkpoint:
+        """Open one of them."""
+
+    def avoid(self, problems: Sequence[Problem]) -> bool:
+        """Read no more what has these problems; returns whether there may be another copy of it."""
+
+    def close(self) -> None:
+        """Close what it has opened to read."""
+
+
+class RunFolder(RunPlaces):
+    """The folder of a run, which has one copy of everything."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    @property
+    def root(self) -> str:
+        """See RunPlaces."""
+        return self._root
+
+    def list(self, ranks: Group) -> RunContents:
+        """See RunPlaces."""
+        listed: RunContents = ranks.combine(
+            None, then=lambda _: _list(self._root), answer_kind=RunContents
+        )
+        return listed
+
+    def open(self, step: RunStep, ranks: Group) -> Checkpoint:
+        """See RunPlaces."""
+        return open_together(step.url, ranks)
+
+    def avoid(self, problems: Sequence[Problem]) -> bool:  # noqa: ARG002
+        """See RunPlaces."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing: nothing is kept open."""
+
+
 def verify_on_all_ranks(
-    step: RunStep, mode: Mode, ranks: Group, threads: int | None = None
+    step: RunStep,
+    mode: Mode,
+    ranks: Group,
+    threads: int | None = None,
+    places: RunPlaces | None = None,
 ) -> tuple[Checkpoint | None, Report]:
     """Open a checkpoint, if that is possible, and verify it; all ranks get the same report.
 
@@ -68,10 +122,11 @@ def verify_on_all_ranks(
         mode: `full` reads every byte once, on all ranks together, and compares it with checksums
             and digests. `quick` reads only the documents (manifest, sidecar, objects) and checks
             the size of each file.
+        places: where the checkpoint is (default: at its url).
     """
     ck = None
     try:
-        ck = open_together(step.url, ranks)
+        ck = open_together(step.url, ranks) if places is None else places.open(step, ranks)
         if ck.id != step.id:
             raise MissingData(f"{step.url} now contains another checkpoint")  # noqa: TRY301 - one of several kinds of damage
         result: _CheckResult | Exception = _verify(ck, mode, ranks, threads)
@@ -176,10 +231,14 @@ class Restored:
 
 
 def restore_newest(
-    root: str, state: Mapping[str, Any], verify: Mode, ranks: Group, options: Mapping[str, Any]
+    places: RunPlaces,
+    state: Mapping[str, Any],
+    verify: Mode,
+    ranks: Group,
+    options: Mapping[str, Any],
 ) -> Restored | None:
     """Load the newest intact checkpoint of a run; damaged ones are skipped, with a warning on rank 0."""
-    listed: RunContents = ranks.combine(None, then=lambda _: _list(root), answer_kind=RunContents)
+    listed = places.list(ranks)
     damaged: dict[str, str] = {}
     if not ranks.rank:
         for text in contradictions(listed.steps, attrgetter("url")):
@@ -193,33 +252,54 @@ def restore_newest(
     for url, _, why in listed.unreadable:
         skip(url, why)
     for step in listed.steps:
-        ck, checked = verify_on_all_ranks(step, verify, ranks, options.get("threads"))
-        if verify == "full" and ck is not None and not ranks.rank:
-            record_verification(ck, checked)
-        if ck is None or not checked:
-            others = len(checked.problems) - 1
-            skip(step.url, str(checked.problems[0]) + (f", and {others} more" if others else ""))
+        loaded = _restore(places, step, state, verify, ranks, options)
+        if isinstance(loaded, str):
+            skip(step.url, loaded)
             continue
-        try:
-            report = load(state, ck, verify="whole" if verify == "full" else "always", **options)
-        except IntegrityError as error:  # raised on all ranks
-            skip(step.url, error.message)
-            continue
-        if not holds_training(ck):  # the run has no optimizer state, so none was left out
-            readers = report.lineage.readers
-            edge = edge_of(ck, report.layout, continues=True, readers=readers)
-            report = replace(report, lineage=edge)
         steps = [s.step for s in listed.steps] + [s for _, s, _ in listed.unreadable]
         return Restored(
-            step, report, frozenset(s for s in steps if s > step.step), frozenset(damaged), listed
+            step, loaded, frozenset(s for s in steps if s > step.step), frozenset(damaged), listed
         )
     if damaged:
         raise IntegrityError(
-            f"all checkpoints below {root} are damaged:\n  "
+            f"all checkpoints below {places.root} are damaged:\n  "
             + "\n  ".join(f"{url}: {why}" for url, why in damaged.items()),
             hint="restore the files from another copy, or start again in another folder",
         )
     return None
+
+
+def _restore(
+    places: RunPlaces,
+    step: RunStep,
+    state: Mapping[str, Any],
+    verify: Mode,
+    ranks: Group,
+    options: Mapping[str, Any],
+) -> LoadReport | str:
+    """Load a checkpoint, from other copies where some are damaged; returns why it cannot be loaded."""
+    mode = verify
+    while True:
+        ck, checked = verify_on_all_ranks(step, mode, ranks, options.get("threads"), places)
+        if mode == "full" and ck is not None and not ranks.rank:
+            record_verification(ck, checked)
+        if ck is None or not checked:
+            if places.avoid(checked.problems):
+                continue
+            others = len(checked.problems) - 1
+            return str(checked.problems[0]) + (f", and {others} more" if others else "")
+        try:
+            report = load(state, ck, verify="whole" if mode == "full" else "always", **options)
+        except IntegrityError as error:  # raised on all ranks
+            if mode == "quick" and not isinstance(places, RunFolder):
+                mode = "full"  # which finds the copy that is damaged
+                continue
+            return error.message
+        if not holds_training(ck):  # the run has no optimizer state, so none was left out
+            readers = report.lineage.readers
+            edge = edge_of(ck, report.layout, continues=True, readers=readers)
+            report = replace(report, lineage=edge)
+        return report
 
 
 def _list(root: str) -> RunContents:

@@ -136,6 +136,9 @@ class SaveArguments(RunArguments, total=False):
             otherwise the checkpoint cannot be read there.
         tokens: with `partial`, how many tokens each expert was given since training began, on all
             ranks together: a list for each layer, as the pattern names it; the same on all ranks.
+        times: of the fast tier of a `Manager`, which passes it: how many times what this rank
+            writes its node will hold, which is checked before anything is written. What is saved
+            there is in no catalog, because each node has a part of it.
     """
 
     step: int | None
@@ -145,6 +148,7 @@ class SaveArguments(RunArguments, total=False):
     launch: LaunchDoc | None
     changed: Mapping[str, Any] | ChangedRows | None
     tokens: Mapping[str, Sequence[int]] | None
+    times: int
 
 
 @message
@@ -164,6 +168,7 @@ class SaveOptions:
     verify_changed: bool = False
     encode: Mapping[str, str] = field(default_factory=dict)
     partial: Experts | None = None
+    times: int = 0
 
     @classmethod
     def of(cls, url: str, arguments: RunArguments) -> SaveOptions:

@@ -117,6 +117,8 @@ def write_checkpoint(
     planned = time.monotonic()
     report: WriteReport | Exception
     try:
+        if options.times:
+            _check_room(plan, own, options)
         how = TileOptions(options.tile_codec, threads, patcher, options.encode)
         written = _write(plan, own, store, group, how, progress)
         if options.certify:
@@ -133,6 +135,14 @@ def write_checkpoint(
         *(options.url, checkpoint_id, written.nbytes, planned - begun),
         *(time.monotonic() - planned, plan.referenced),
     )
+
+
+def _check_room(plan: RankPlan, state: RankState, options: SaveOptions) -> None:
+    from ucformat.torch.tiers.room import check_room  # for few saves
+
+    pieces = ((state.items[n], state.items[n].boxes[p]) for n, p in plan.part.pieces)
+    nbytes = sum(box.size * item.info.itemsize for item, box in pieces)
+    check_room(options.url, nbytes, options.times)
 
 
 def _live_sums(plan: RankPlan, state: RankState, live: bytes) -> dict[bytes, bytes]:
@@ -244,7 +254,7 @@ def _commit(
         manifest = manifest_of(store, options, metadata, plan, plan.begun, all_written)
         keep_files = True  # also if the commit is interrupted
         try:
-            return commit(store, plan.begun.attempt, manifest).id
+            return commit(store, plan.begun.attempt, manifest, announced=not options.times).id
         except Exception as error:
             keep_files = isinstance(error, Uncertain)
             raise

@@ -1,0 +1,170 @@
+"""Copies a checkpoint of the fast tier: documents to all nodes, files of each node to its peers, all to slower tiers.
+
+A file is copied under its own key, and appears as a whole, so one that exists is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ucformat.format.commit import begin, commit, discard
+from ucformat.format.structure import committed_manifest
+from ucformat.format.universal import Universal
+from ucformat.jobs.copy import packed_item, transfer
+from ucformat.schema import MANIFEST
+from ucformat.storage.base import exists, read_parts
+from ucformat.storage.upload import unit_for
+from ucformat.torch.comm.wire import message
+from ucformat.torch.tiers.inventory import number_of
+from ucformat.torch.tiers.peer import PeerStore
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from ucformat.format.commit import Attempt
+    from ucformat.schema.manifest import Manifest
+    from ucformat.storage.base import Store
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.tiers.nodes import Nodes
+
+__all__ = ["copy_files", "copy_from_peers", "fill", "spread_documents"]
+
+_RECORDS = "attempts/"
+
+
+def spread_documents(store: Store, nodes: Nodes, ranks: Group) -> frozenset[str]:
+    """Give each node the files of a checkpoint that rank 0 has, except those of ranks; all ranks call this.
+
+    Args:
+        store: the folder of the checkpoint on this node.
+
+    Returns:
+        their keys.
+    """
+
+    def read(_: None) -> Mapping[str, bytes]:
+        keys = [i.key for i in store.list() if number_of(i.key) is None]
+        return {key: store.read(key) for key in keys}
+
+    documents: Mapping[str, bytes] = ranks.combine(None, then=read, answer_kind=Mapping[str, bytes])
+    own = nodes.nodes[nodes.number_of(ranks.rank)]
+    if own.first == ranks.rank and ranks.rank:
+        for key in sorted(documents, key=lambda key: key == MANIFEST):  # the manifest last
+            with store.create(key) as out:
+                out.write(documents[key])
+        store.flush()
+    return frozenset(documents)
+
+
+def copy_from_peers(
+    store: Store, root: str, folder: str, sources: Iterable[int], nodes: Nodes, ranks: Group
+) -> int:
+    """Copy this rank's share of the files that other nodes have of a checkpoint; returns their bytes.
+
+    Args:
+        store: the folder of the checkpoint on this node.
+        root: of the tier.
+        sources: the numbers of the nodes of which this node keeps copies.
+    """
+    own = nodes.nodes[nodes.number_of(ranks.rank)].members
+    position, nbytes = own.index(ranks.rank), 0
+    for number in sources:
+        members = nodes.nodes[number].members
+        peer = PeerStore(ranks.links, members[position % len(members)], root, folder)
+        try:
+            there = [i.key for i in peer.list() if i.key != MANIFEST]
+            nbytes += copy_files(peer, store, sorted(there)[position :: len(own)])
+        finally:
+            peer.close()
+    store.flush()
+    return nbytes
+
+
+def copy_files(source: Store, target: Store, keys: Iterable[str]) -> int:
+    """Copy files that the target lacks; returns their bytes."""
+    total, there = 0, {info.key: info.size for info in target.list()}
+    for key in keys:
+        size = source.info(key).size
+        if there.get(key) == size:  # of an interrupted copy
+            target.adopt(key)
+            continue
+        with target.create(key, unit_for(size)) as out:
+            for _, part in read_parts(source, key, size):
+                out.write(part)
+        total += size
+    return total
+
+
+@message
+class _Begun:
+    """The checkpoint whose files are copied; `done` if it is there already."""
+
+    id: str
+    done: bool = False
+
+
+def fill(
+    store: Store,
+    url_store: Store,
+    documents: Collection[str],
+    own_keys: Sequence[str],
+    ranks: Group,
+) -> bool:
+    """Copy a checkpoint of the fast tier to a slower one, and commit it there; all ranks call this together.
+
+    Files of ranks are compared with their checksums while they are copied.
+
+    Args:
+        store: the folder of the checkpoint on this node.
+        url_store: where it is copied to.
+        documents: the keys of what rank 0 has besides files of ranks.
+        own_keys: of the files that this rank copies.
+
+    Returns:
+        whether it was copied (False: it was there).
+    """
+    begun: tuple[Attempt, Manifest, bytes] | None = None
+
+    def start(_: None) -> _Begun:
+        nonlocal begun
+        data, _version = store.read_versioned(MANIFEST)
+        manifest = committed_manifest(data, store.url)
+        if exists(url_store, MANIFEST):
+            there = committed_manifest(url_store.read(MANIFEST), url_store.url)
+            if there.id == manifest.id:
+                return _Begun(manifest.id, done=True)
+        plan = {"tier": manifest.id}
+        attempt = begin(url_store, plan, overwrite=False, name=manifest.attempt, keeps=manifest.id)
+        begun = (attempt, manifest, data)
+        return _Begun(manifest.id)
+
+    answer: _Begun = ranks.combine(None, then=start, answer_kind=_Begun)
+    if answer.done:
+        return False
+    failure: Exception | None = None
+    try:
+        others = [key for key in own_keys if number_of(key) is None]
+        if begun is not None:
+            others += sorted(k for k in documents if k != MANIFEST and not k.startswith(_RECORDS))
+        copy_files(store, url_store, others)
+        source, there = Universal(store), {i.key: i.size for i in url_store.list("data")}
+        packed = () if source.manifest.sidecar is None else source.sidecar().files
+        for key in own_keys:
+            if key in packed:  # a rank that holds nothing has an empty file
+                transfer(packed_item(source, key), source.store, url_store, there)
+        url_store.flush()
+    except Exception as error:  # noqa: BLE001 - raised on all ranks
+        failure = error
+
+    def end(_: None) -> None:
+        assert begun is not None  # noqa: S101 - on rank 0
+        commit(url_store, begun[0], begun[1], begun[2])
+
+    try:
+        ranks.combine(failure, then=end)
+    except Exception:
+        if begun is not None and ranks.intact:
+            discard(url_store, begun[0].id)
+        raise
+    return True

@@ -1,0 +1,124 @@
+"""What the folders of nodes, and slower tiers, have of each checkpoint: described, and merged on the way to rank 0.
+
+A rank's packed file counts by its number, so the numbers that a node has are a few ranges. The
+other files of a checkpoint are few, and the same on all nodes, which are named together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import field
+from typing import TYPE_CHECKING
+
+from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded
+from ucformat.schema import ATTEMPT, MANIFEST, TOMBSTONE
+from ucformat.torch.comm.merging import Ranges, adjoined, merged
+from ucformat.torch.comm.wire import message
+from ucformat.torch.manager.steps import RunStep, read_step, step_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ucformat.storage.base import Store
+
+__all__ = ["Contents", "contents_of", "number_of", "ranges_of"]
+
+_RANK_FILE = re.compile(rf"data/({ATTEMPT})/rank-(\d{{5,7}})\.bin", re.ASCII)
+
+#: A folder, and the id of a checkpoint in it.
+Placed = tuple[str, str]
+#: A folder, and an attempt in it.
+Attempted = tuple[str, str]
+#: A folder, and the keys of files in it.
+Documents = tuple[str, tuple[str, ...]]
+
+
+@message
+class Contents:
+    """What some places, which have numbers, have; later ones have higher numbers.
+
+    Attributes:
+        steps: the checkpoints of which a place has the manifest.
+        manifests: the places that have it.
+        unreadable: the reason, by folder, why a manifest cannot be read.
+        files: the numbers of the ranks' files of an attempt, by place.
+        documents: the places that have these other files.
+    """
+
+    steps: Mapping[Placed, RunStep] = field(default_factory=dict)
+    manifests: Mapping[Placed, Ranges] = field(default_factory=dict)
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[Attempted, tuple[tuple[int, Ranges], ...]] = field(default_factory=dict)
+    documents: Mapping[Documents, Ranges] = field(default_factory=dict)
+
+    def __add__(self, other: Contents) -> Contents:
+        return Contents(
+            {**other.steps, **self.steps},
+            merged(self.manifests, other.manifests, adjoined),
+            {**other.unreadable, **self.unreadable},
+            merged(self.files, other.files, lambda a, b: (*a, *b)),
+            merged(self.documents, other.documents, adjoined),
+        )
+
+
+def contents_of(store: Store, place: int, *, partial: bool = True) -> Contents:
+    """Return what a tier's folder has of the checkpoints in it.
+
+    Args:
+        place: its number.
+        partial: whether it may have some files of a committed checkpoint only, as the folder of a
+            node (False: of these nothing is listed but the manifest).
+    """
+    numbers: defaultdict[Attempted, list[int]] = defaultdict(list)
+    documents: defaultdict[str, list[str]] = defaultdict(list)
+    folders: dict[str, int] = {}
+    for info in store.list():
+        folder, _, key = info.key.partition("/")
+        step = step_of(folder)
+        if step is None or not key:
+            continue
+        folders[folder] = step
+        if (match := _RANK_FILE.fullmatch(key)) is not None:
+            numbers[folder, match[1]].append(int(match[2]))
+        else:
+            documents[folder].append(key)
+    here: Ranges = ((place, place + 1),)
+    steps: dict[Placed, RunStep] = {}
+    unreadable: dict[str, str] = {}
+    for folder, step in folders.items():
+        if MANIFEST not in documents[folder] or TOMBSTONE in documents[folder]:
+            continue
+        url = f"{store.url}/{folder}"
+        try:
+            read = read_step(url, step)
+        except NotACheckpoint:  # removed at this instant
+            continue
+        except (IntegrityError, UpgradeNeeded) as error:
+            unreadable[folder] = error.message
+            continue
+        if not read.is_remnant:
+            steps[folder, read.id] = read
+    whole = set() if partial else {folder for folder, _ in steps}
+    return Contents(
+        steps,
+        dict.fromkeys(steps, here),
+        unreadable,
+        {at: ((place, ranges_of(n)),) for at, n in numbers.items() if at[0] not in whole},
+        {(f, tuple(sorted(keys))): here for f, keys in documents.items() if partial and keys},
+    )
+
+
+def number_of(key: str) -> int | None:
+    """Return the number in the key of a rank's packed file; None for other files."""
+    match = _RANK_FILE.fullmatch(key)
+    return int(match[2]) if match else None
+
+
+def ranges_of(numbers: Iterable[int]) -> Ranges:
+    """Return ascending numbers as ranges."""
+    out: Ranges = ()
+    for number in sorted(numbers):
+        out = adjoined(out, ((number, number + 1),)) if out else ((number, number + 1),)
+    return out
