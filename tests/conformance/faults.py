@@ -397,6 +397,8 @@ def of_partial(partial: Files) -> Faults:
         "partial-text": ("damaged", "a step that is text", step("1")),
         "partial-large": ("damaged", "a step below -2^62", step(-(2**62) - 1)),
         "partial-counts": ("damaged", "tokens of different numbers of experts", counts(held=[5])),
+        "partial-window": ("damaged", "a place beyond the end of a window", manifest(lambda m: m["window"].update(at=2))),
+        "partial-globs": ("damaged", "a group that is no list", manifest(lambda m: m["window"].update(groups=["a"]))),
         "partial-negative": ("damaged", "a number of tokens below zero", counts(stored=[5, -1])),
     }  # fmt: skip
 

@@ -712,6 +712,7 @@ def partial_files(whole: Files) -> Files:
         m["tensors"]["kinds"][-2]["step"] = 2
         m["tensors"]["kinds"][-1]["step"] = -1
         layer = {"seen": [5, 4], "held": [5, 3], "stored": [5, 0]}
+        m["window"] = {"steps": 2, "at": 1, "groups": [["a*"], ["*"]], "update": ["master.*"]}
         m["experts"] = {"lost": 0.25, "layers": {"layers.0.experts": layer}}
 
     return edited(files, change, "3/manifest.json")

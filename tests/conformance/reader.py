@@ -245,7 +245,7 @@ class Checkpoint:
         if isinstance(named := m.get("requires"), list):
             need(all(n in FEATURES for n in named), f"it requires {named}", Upgrade)
         files = dict.fromkeys(
-            ("objects", "per_rank", "sidecar", "verified", "grid", "experts"), dict
+            ("objects", "per_rank", "sidecar", "verified", "grid", "experts", "window"), dict
         )
         nullable = {"run": str, "step": int, "commits": int, **files}
         optional = dict.fromkeys(
@@ -284,6 +284,12 @@ class Checkpoint:
         sidecar = m.get("sidecar") or {}
         self._check_bases(m)
         self._check_sources(sidecar)
+        if (window := m.get("window")) is not None:
+            lists = dict.fromkeys(("groups", "update"), list)
+            of_type(window, {"steps": int, "at": int}, {"pattern": str}, lists)
+            need(2 <= window["steps"] < 64 and 0 <= window["at"] < window["steps"], "a window")
+            for globs in (*window.get("groups", ()), window.get("update", [])):
+                need(is_a(globs, list) and all(is_a(g, str) for g in globs), "globs")
         if (experts := m.get("experts")) is not None:
             of_type(experts, {"layers": dict, "lost": int | float})
             for layer in experts["layers"].values():

@@ -42,10 +42,10 @@ class _Added(torch.autograd.Function):
 
 def added_up(x: torch.Tensor) -> torch.Tensor:
     """The sum over ranks, of which all but one have zeros: exact, but for the sign of zeros, which is lost."""
-    x = x.detach().clone()
+    both = x.detach().float().clone()
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(x)
-    return x + 0.0
+        dist.all_reduce(both)
+    return both.to(x.dtype) + 0.0
 
 
 class Expert(nn.Module):

@@ -183,7 +183,8 @@ def _check_head(data: bytes, where: str) -> None:
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Serialize a manifest as its file: JSON that ends with its digest."""
     written = manifest.model_copy(update={"minor": FORMAT_MINOR})
-    absent = {"experts"} if manifest.experts is None else set()  # few checkpoints have them
+    few = {"experts", "window"}  # that few checkpoints have
+    absent = {name for name in few if getattr(manifest, name) is None}
     facts = written.model_dump_json(indent=1, exclude={"digest", "tensors"} | absent).encode()
     return with_own_digest(b'%s,\n "tensors": %s\n}' % (facts[:-2], manifest.tensors.as_json()))
 
@@ -283,6 +284,8 @@ def _step_problems(manifest: Manifest) -> Iterator[Problem]:
             yield Problem(MANIFEST, f"it has tensors of step {step}, and no step itself")
         elif step is not None and step >= own:
             yield Problem(MANIFEST, f"it is of step {own}, and has tensors of step {step} as older")
+    if manifest.window is not None and manifest.window.at >= manifest.window.steps:
+        yield Problem(MANIFEST, "its place in a window is beyond the window's end")
     layers = {} if manifest.experts is None else manifest.experts.layers
     for name, layer in layers.items():
         if not len(layer.seen) == len(layer.held) == len(layer.stored):

@@ -560,6 +560,7 @@ def put_others(
         aliases={a: n for a, n in source.aliases.items() if n in names},
         objects=put_objects(store, objects, values),
         per_rank=copy_per_rank(source.universal, store, objects),
+        experts=None if source.universal is None else source.universal.manifest.experts,
         assets=_put_assets(store, attempt.id, folder, source.assets),
         tensors=TensorTable.of(
             t if t.at == at else replace(t, at=at)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ucformat.schema import ATTEMPT, LINEAGE_KINDS
-from ucformat.schema.limits import MAX_INTEGER, MAX_RANKS, MOST_COMMITS
+from ucformat.schema.limits import MAX_CHAIN, MAX_INTEGER, MAX_RANKS, MOST_COMMITS
 from ucformat.schema.tensors import Digest, Size, StatePath, TensorTable, Text  # noqa: TC001 - pydantic reads them
 from ucformat.schema.values import Finite, Instant, Number, Time, Values  # noqa: TC001 - pydantic reads them
 
@@ -210,6 +210,24 @@ class ExpertsDoc(_ManifestPart):
     layers: dict[Text, ExpertLayerDoc]
 
 
+class WindowDoc(_ManifestPart):
+    """A place in a window of checkpoints, of which each has the full states of one group of tensors.
+
+    Attributes:
+        steps: how many checkpoints the window has.
+        at: the number of this one, from 0, and of the group of which it has the full states.
+        groups: globs of names for each group; empty: experts by their numbers, as `pattern` finds them.
+        pattern: a regular expression with the groups `layer` and `expert`; None for the usual names.
+        update: globs of names of tensors that only updates need, besides all states but `weight`.
+    """
+
+    steps: Annotated[int, Field(ge=2, lt=MAX_CHAIN)]
+    at: Size
+    groups: tuple[tuple[Text, ...], ...] = ()
+    pattern: Text | None = None
+    update: tuple[Text, ...] = ()
+
+
 class WriterDoc(_ManifestPart):
     """What one of the ranks that saved did: bytes written, seconds for that, seconds for which training stood still.
 
@@ -269,6 +287,7 @@ class Manifest(_ManifestPart):
     verified: VerifiedDoc | None = None
     bases: tuple[BaseDoc, ...] = ()
     experts: ExpertsDoc | None = None
+    window: WindowDoc | None = None
     tensors: TensorTable
     digest: Digest | None = None
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ucformat.torch.loading.load import LoadReport, load, state_dict
     from ucformat.torch.loading.load_into import LoadedKeys, load_into
     from ucformat.torch.loading.match import Problems
+    from ucformat.torch.loading.replay import replay
     from ucformat.torch.manager.increments import Increments
     from ucformat.torch.manager.manager import Manager
     from ucformat.torch.publishing.publish import Published, Publisher, publish
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.experts import Experts
     from ucformat.torch.saving.handles import SaveHandle
     from ucformat.torch.saving.save import Saved, save
+    from ucformat.torch.saving.window import Window
     from ucformat.torch.state.changed import ChangedRows
     from ucformat.torch.state.fingerprint import fingerprint
     from ucformat.torch.state.loaders import deal_evenly
@@ -53,6 +55,7 @@ __all__ = [
     "Subscription",
     "Tier",
     "Update",
+    "Window",
     "Writer",
     "async_save",
     "capture",
@@ -62,6 +65,7 @@ __all__ = [
     "load",
     "load_into",
     "publish",
+    "replay",
     "save",
     "state_dict",
     "subscribe",
@@ -89,6 +93,7 @@ _HOMES = {
     "Subscription": "ucformat.torch.publishing.subscribe",
     "Tier": "ucformat.torch.tiers.tier",
     "Update": "ucformat.torch.publishing.subscribe",
+    "Window": "ucformat.torch.saving.window",
     "Writer": "ucformat.engines.pytorch.dcp_writer",
     "async_save": "ucformat.torch.saving.asynchronous",
     "capture": "ucformat.torch.capturing.capture",
@@ -98,6 +103,7 @@ _HOMES = {
     "load": "ucformat.torch.loading.load",
     "load_into": "ucformat.torch.loading.load_into",
     "publish": "ucformat.torch.publishing.publish",
+    "replay": "ucformat.torch.loading.replay",
     "save": "ucformat.torch.saving.save",
     "state_dict": "ucformat.torch.loading.load",
     "subscribe": "ucformat.torch.publishing.subscribe",

@@ -82,7 +82,8 @@ class LoadArguments(RestoreArguments, total=False):
 class LoadOptions:
     """How a rank loads: arguments of `load`.
 
-    `complete` refuses, before anything is changed, what the state has no place for.
+    `complete` refuses, before anything is changed, what the state has no place for. `own_step` leaves
+    what is older than the checkpoint as it is in the state.
     """
 
     strict: Strict = "report"
@@ -99,6 +100,7 @@ class LoadOptions:
     broadcast_group: dist.ProcessGroup | None = None
     progress: Callable[[int], None] | None = None
     complete: bool = False
+    own_step: bool = False
 
     @classmethod
     def of(cls, strict: Strict, arguments: RestoreArguments) -> LoadOptions:

@@ -301,7 +301,7 @@ def load_local(
     mismatches = replace(joined.problems, unexpected=(*labels.values(), *values))
     mismatches, tolerated = mismatches.of(options.strict)
     left = (*left_labels, *values)
-    older = _older(ck, set(lacking_keys), joined.tensors)
+    older = {} if options.own_step else _older(ck, set(lacking_keys), joined.tensors)
     if older and (options.strict_step or (options.strict is True and not older_asked)):
         raise _too_old(ck, older)
     refused = replace(mismatches, unexpected=left, inexact=()) if options.complete else mismatches
@@ -316,7 +316,10 @@ def load_local(
             else group_of(broadcast_group, ranks.timeout, f"share {ck.url}")
         )
         with consistent(), checking_unchanged(ck.store, LOAD_INVALID, TRACKERS):
-            amount = targets.fill(ck, matched, share, broadcast_group, reading)
+            current = [
+                m for m in matched if not (options.own_step and m.stored.key in ck.metadata.older)
+            ]
+            amount = targets.fill(ck, current, share, broadcast_group, reading)
         filled = time.monotonic()
         targets.then()
     # the next collective raises the error of that rank

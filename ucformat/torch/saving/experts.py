@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
 from ucformat.errors import Conflict, UsageError
 from ucformat.geometry.patterns import compile_pattern
 from ucformat.schema.limits import MAX_CHAIN, MAX_INTEGER
-from ucformat.schema.manifest import ExpertLayerDoc, ExpertsDoc
+from ucformat.schema.manifest import ExpertLayerDoc, ExpertsDoc, WindowDoc
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.geometry.tensor import Key, TensorInfo
+    from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.increments import Base
     from ucformat.schema.manifest import LineageDoc, Manifest
     from ucformat.schema.tensors import TensorDoc
@@ -95,6 +95,21 @@ class Experts:
 _Choice = Literal["rotate", "load"]
 
 
+class NamesPlaces(Protocol):
+    """Tells of names to what their tensors belong."""
+
+    def place(self, name: str) -> object | None:
+        """What it belongs to; None if that is nothing."""
+
+
+class ChoosesExperts(Protocol):
+    """What a choice of tensors depends on."""
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether it depends on counts of tokens."""
+
+
 class Place(NamedTuple):
     """An expert: the layer as names have it, and its number in the layer."""
 
@@ -149,11 +164,13 @@ class PartialSave:
         base: the id of the base; empty if everything is saved.
         left: a bit for each tensor of the base, in its order: whether that stands for this one's.
         record: the counts of tokens, if they were given.
+        window: the place in a window.
     """
 
     base: str = ""
     left: bytes = b""
     record: ExpertsDoc | None = None
+    window: WindowDoc | None = None
 
 
 def left_tensors(base: Base, partial: PartialSave | None) -> list[TensorDoc]:
@@ -182,7 +199,7 @@ class HeldByRanks:
     others: bytes
 
 
-def counts_of(experts: Experts, tokens: Any) -> dict[str, list[int]]:
+def counts_of(experts: ChoosesExperts, tokens: Any) -> dict[str, list[int]]:
     if tokens is None:
         if experts.needs_tokens:
             raise UsageError(
@@ -199,7 +216,7 @@ def counts_of(experts: Experts, tokens: Any) -> dict[str, list[int]]:
     return dict(sorted(counts.items()))
 
 
-def check_state(local: LocalState, names: ExpertNames) -> None:
+def check_state(local: LocalState, names: NamesPlaces) -> None:
     """Check that what belongs to experts are tensors, each under its own name."""
     for alias, stored in local.aliases.items():
         if names.place(alias) is not None or names.place(stored) is not None:
@@ -225,11 +242,13 @@ def _texts(values: Any) -> Iterator[str]:
             yield from _texts(value)
 
 
-def _packed(bits: Iterable[bool], count: int) -> bytes:
+def bits_of_rows(bits: Iterable[bool], count: int) -> bytes:
+    """A bit for each row of a table."""
     return np.packbits(np.fromiter(bits, np.bool_, count)).tobytes()
 
 
-def _unpacked(bits: bytes, count: int) -> NDArray[np.bool_]:
+def rows_of_bits(bits: bytes, count: int) -> NDArray[np.bool_]:
+    """For each row of a table whether its bit is set."""
     return np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(np.bool_)
 
 
@@ -303,11 +322,13 @@ class Selection:
             if expert is None:
                 continue
             row = table.row(*t.key)
-            if row is not None and _is_alike(table[row], t.info):
+            if row is not None and is_alike(table[row], t.info):
                 tensors[row] = True
             else:
                 others[expert.number] = True
-        return HeldByRanks(_packed(tensors, len(table)), _packed(others, len(self.experts)))
+        return HeldByRanks(
+            bits_of_rows(tensors, len(table)), bits_of_rows(others, len(self.experts))
+        )
 
     def leave(
         self,
@@ -327,8 +348,8 @@ class Selection:
                 hint=r"pattern=r'(?P<layer>…)\.(?P<expert>[0-9]+)\..*', which matches whole names",
             )
         table = self.base.tensors
-        tensors = _unpacked(held.tensors, len(table))
-        others = _unpacked(held.others, len(self.experts))
+        tensors = rows_of_bits(held.tensors, len(table))
+        others = rows_of_bits(held.others, len(self.experts))
         alike = {
             place
             for place, expert in self.experts.items()
@@ -364,13 +385,19 @@ class Selection:
         record = None if tokens is None else tokens.record(frozenset(saved))
         return docs, record
 
-    def bits(self, keys: Iterable[Key]) -> bytes:
+    def bits(self, docs: Iterable[TensorDoc]) -> bytes:
         """A bit for each tensor of the base: whether it is one of these."""
-        chosen, table = set(keys), self.base.tensors
-        return _packed(((doc.name, doc.state) in chosen for doc in table), len(table))
+        return bits_of_docs(self.base, docs)
 
 
-def _is_alike(doc: TensorDoc, info: TensorInfo) -> bool:
+def bits_of_docs(base: Manifest, docs: Iterable[TensorDoc]) -> bytes:
+    """A bit for each tensor of a base: whether it is one of these."""
+    keys = {(doc.name, doc.state) for doc in docs}
+    return bits_of_rows(((doc.name, doc.state) in keys for doc in base.tensors), len(base.tensors))
+
+
+def is_alike(doc: TensorDoc, info: TensorInfo) -> bool:
+    """Whether a tensor of a base can stand for one of the program."""
     is_same = (doc.stored_dtype, doc.shape) == (info.dtype, info.shape)
     return is_same and doc.fingerprint is not None
 

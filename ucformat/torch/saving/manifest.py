@@ -528,6 +528,7 @@ def manifest_of(
         writers=tuple(r.doc(time.monotonic() - begun_at) for r in slowest(ranks)),
         tensors=tensors,
         experts=None if metadata.partial is None else metadata.partial.record,
+        window=None if metadata.partial is None else metadata.partial.window,
     )
     return references.added_to(manifest.with_sidecar(doc, requires), attempt)
 

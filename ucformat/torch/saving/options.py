@@ -16,6 +16,7 @@ from ucformat.schema.tensors import BLOSC
 from ucformat.storage.url import path_text
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.experts import Experts
+from ucformat.torch.saving.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,8 +77,9 @@ class RunArguments(TypedDict, total=False):
         patch: store tensors that differ from those of `base` as patches of them, tile by tile, where
             these are smaller (extra `codecs`); of the base each rank reads what it writes. What is
             not equal to the base is packed then, whatever the `form` is, unless there is no base.
-        partial: write only some experts of a mixture of experts; of the others those of the base
-            stand for them, which are older. `base` is the newest checkpoint beside `url` unless it is
+        partial: write only some experts of a mixture of experts, or one group of tensors of a window;
+            tensors of the base stand for the others, which are older. `base` is the newest checkpoint
+            beside `url` unless it is
             given, and must be of the same training (`False`: everything is written).
         verify_changed: compare the rows that `changed` does not mark with the base.
         certify: compare fingerprints of the tensors as they are at the call with those of what was
@@ -105,7 +107,7 @@ class RunArguments(TypedDict, total=False):
     replicas: Literal["equal", "first"]
     base: str | PathLike[str] | bool | None
     patch: bool
-    partial: Experts | None
+    partial: Experts | Window | None
     verify_changed: bool
     certify: bool
     log_to: Literal["mlflow", "wandb"] | Any | None
@@ -167,7 +169,7 @@ class SaveOptions:
     patch: bool = False
     verify_changed: bool = False
     encode: Mapping[str, str] = field(default_factory=dict)
-    partial: Experts | None = None
+    partial: Experts | Window | None = None
     times: int = 0
 
     @classmethod

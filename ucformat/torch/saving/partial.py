@@ -18,6 +18,7 @@ from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.base import open_base
 from ucformat.torch.saving.experts import (
     ExpertNames,
+    Experts,
     HeldByRanks,
     PartialSave,
     Selection,
@@ -25,6 +26,7 @@ from ucformat.torch.saving.experts import (
     counts_of,
     record_of,
 )
+from ucformat.torch.saving.window import Groups, Window, WindowSelection
 
 if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
@@ -65,16 +67,17 @@ def leave_experts(
     experts = options.partial
     if experts is None:
         return local, options, metadata
+    step = metadata.step
     with ranks.sharing_errors():
         counts = counts_of(experts, arguments.get("tokens"))
-        names = ExpertNames(experts.pattern)
+        names = Groups(experts) if isinstance(experts, Window) else ExpertNames(experts.pattern)
         check_state(local, names)
-        step = metadata.step
         if step is None:
             raise UsageError(
                 "a partial save records of which step each tensor is, and has no step",
                 hint="step=, the number of the training step",
             )
+    assert step is not None  # noqa: S101 - every rank has one
 
     def find(asked: _Asked) -> str:
         if asked.other >= 0:
@@ -92,18 +95,23 @@ def leave_experts(
     asked = _Asked(ranks.rank, f"{experts} and tokens of {sorted(counts.items())}")
     place = ranks.combine(asked, _compare, _Asked, find, str)
     if not place:
-        whole = PartialSave(record=record_of(Selection(names, None), counts, metadata.lineage))
-        return (
-            local,
-            replace(options, base=None, patch=False),
-            replace(metadata, partial=whole),
-        )
+        record = None
+        if isinstance(names, ExpertNames):
+            record = record_of(Selection(names, None), counts, metadata.lineage)
+        options = replace(options, base=None, patch=False)
+        return local, options, replace(metadata, partial=PartialSave(record=record))
     from ucformat.torch.loading.share import open_together
 
     base = open_together(place, ranks, more=True)
     with ranks.sharing_errors():
         assert base.universal is not None  # noqa: S101 - rank 0 has opened it as a base
-        selection = Selection(names, base.universal.manifest)
+        manifest = base.universal.manifest
+        selection: Selection | WindowSelection
+        if isinstance(names, Groups):
+            assert isinstance(experts, Window)  # noqa: S101 - which has groups
+            selection = WindowSelection(experts, names, manifest, step)
+        else:
+            selection = Selection(names, manifest)
         own = selection.held_by(local)
 
     def both(a: HeldByRanks, b: HeldByRanks) -> HeldByRanks:
@@ -111,10 +119,16 @@ def leave_experts(
 
     held: HeldByRanks = ranks.combine(own, both, HeldByRanks, lambda every: every, HeldByRanks)
     with ranks.sharing_errors():
-        left, record = selection.leave(experts, held, counts, metadata.lineage)
+        record = window = None
+        if isinstance(selection, WindowSelection):
+            left = selection.leave(held)
+            window = selection.document
+        else:
+            assert isinstance(experts, Experts)  # noqa: S101 - which has no groups
+            left, record = selection.leave(experts, held, counts, metadata.lineage)
         keys = {Key(doc.name, doc.state) for doc in left}
         kept = tuple(t for t in local.tensors if t.key not in keys)
-    partial = PartialSave(selection.base.id, selection.bits(keys), record)
+        partial = PartialSave(manifest.id, selection.bits(left), record, window)
     return (
         replace(local, tensors=kept),
         replace(options, base=place),

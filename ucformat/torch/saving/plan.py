@@ -165,8 +165,10 @@ class SavePlanner:
                 return _Referenced()
             try:
                 left = left_tensors(base, partial)
+                # of a window, each checkpoint has to store what its place tells
+                compared = {} if partial is not None and partial.window is not None else contents
                 references = _references(
-                    begun.plan, base, contents, left, patch=options.compares_tiles
+                    begun.plan, base, compared, left, patch=options.compares_tiles
                 )
                 references.kept(patched=False).protect(str(begun.attempt.keeps))
                 rows = rows_of(begun.plan, references.keys)
