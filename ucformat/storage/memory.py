@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _MemoryFile:
-    data: bytes
+    data: Bytes
     version: int
     modified: float = field(default_factory=time.time)
 
@@ -75,7 +76,16 @@ class MemoryStore(FlatStore):
         data = self._get(key).data
         nbytes = len(data) - offset if nbytes is None else nbytes
         check_range(f"{self.url}/{key}", offset, nbytes, len(data))
-        return data[offset : offset + nbytes]
+        return bytes(memoryview(data)[offset : offset + nbytes])
+
+    @contextmanager
+    def viewed(self, key: str, offset: int, nbytes: int | None) -> Iterator[memoryview]:
+        """Bytes of a file, without a copy; `nbytes` is as for `read`."""
+        data = self._get(key).data
+        nbytes = len(data) - offset if nbytes is None else nbytes
+        check_range(f"{self.url}/{key}", offset, nbytes, len(data))
+        with memoryview(data) as whole, whole[offset : offset + nbytes] as view:
+            yield view
 
     def read_into(
         self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
@@ -152,7 +162,7 @@ class MemoryWriter(FileWriter):
         """Make the file visible."""
         if self._data is not None:
             with _LOCK:
-                _FILES[self._path] = _MemoryFile(bytes(self._data), next(_VERSIONS))
+                _FILES[self._path] = _MemoryFile(self._data, next(_VERSIONS))
         self._data = None
 
     def abort(self) -> None:

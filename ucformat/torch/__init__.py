@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ucformat.torch.state.fingerprint import fingerprint
     from ucformat.torch.state.loaders import deal_evenly
     from ucformat.torch.state.objects import PerRank, Rng, StateParts
+    from ucformat.torch.tiers.live import reshard
     from ucformat.torch.tiers.tier import Tier
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "load_into",
     "publish",
     "replay",
+    "reshard",
     "save",
     "state_dict",
     "subscribe",
@@ -104,6 +106,7 @@ _HOMES = {
     "load_into": "ucformat.torch.loading.load_into",
     "publish": "ucformat.torch.publishing.publish",
     "replay": "ucformat.torch.loading.replay",
+    "reshard": "ucformat.torch.tiers.live",
     "save": "ucformat.torch.saving.save",
     "state_dict": "ucformat.torch.loading.load",
     "subscribe": "ucformat.torch.publishing.subscribe",

@@ -171,6 +171,7 @@ class SaveOptions:
     encode: Mapping[str, str] = field(default_factory=dict)
     partial: Experts | Window | None = None
     times: int = 0
+    announced: bool = True  # whether the catalog is told of the commit
 
     @classmethod
     def of(cls, url: str, arguments: RunArguments) -> SaveOptions:

@@ -1,4 +1,4 @@
-"""Serves the files of checkpoints in a node's folder to the other ranks of the job, and to nobody else.
+"""Serves the files of checkpoints in a node's folder, or in memory, to the other ranks of the job, and to nobody else.
 
 Connections come from the listener of the group, which has authenticated the other side. Only files
 below the folders of steps are served, read only, and no link is followed out of the tier's folder.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ucformat.errors import MissingData, NotFound, UcformatError
 from ucformat.storage.base import check_key, check_range
+from ucformat.storage.memory import MemoryStore
 from ucformat.torch.comm.wire import encode
 from ucformat.torch.manager.steps import step_of
 from ucformat.torch.tiers.requests import (
@@ -54,11 +55,12 @@ class FileServer:
     """Answers ranks that read files of a node, each connection in a thread of its own.
 
     Args:
-        store: the folder of the tier on this node.
+        store: the folder of the tier on this node (None: none is served).
     """
 
-    def __init__(self, store: LocalStore) -> None:
-        self._store = store.confined(lambda _: False)
+    def __init__(self, store: LocalStore | None = None) -> None:
+        self._store = None if store is None else store.confined(lambda _: False)
+        self._in_memory: dict[str, MemoryStore] = {}  # by folder
         self._readers: dict[socket.socket, _Reader] = {}
         self._changing = threading.Lock()
 
@@ -86,6 +88,14 @@ class FileServer:
             target=self._serve, args=(reader,), daemon=True, name="ucformat-files"
         )
         thread.start()
+
+    def add(self, folder: str, store: MemoryStore) -> None:
+        """Serve a folder of files in memory, too."""
+        self._in_memory[folder] = store
+
+    def remove(self, folder: str) -> None:
+        """Serve it no longer."""
+        del self._in_memory[folder]
 
     def close(self) -> None:
         """End all connections."""
@@ -119,16 +129,16 @@ class FileServer:
         """Answer one request; OSError if the connection is lost."""
         data: memoryview | bytes
         try:
-            _check_served(key)
+            store = self._served(key)
             if what == LIST:
-                data = encode(tuple(self._store.list(key)), Listing)
+                data = encode(tuple(store.list(key)), Listing)
             elif what == INFO:
-                data = encode((self._store.info(key),), Listing)
+                data = encode((store.info(key),), Listing)
             elif what == READ and at[3] == 1:
-                self._send_file(connection, key, at[0], at[1])
+                _send(connection, store, key, at[0], at[1])
                 return
             elif what == READ:
-                data = self._rows(key, *at)
+                data = _rows(store, key, *at)
             else:
                 _refuse(what)
         except UcformatError as error:
@@ -139,37 +149,51 @@ class FileServer:
         connection.sendall(ANSWER.pack(0, len(data)))
         connection.sendall(data)
 
-    def _send_file(self, connection: socket.socket, key: str, offset: int, nbytes: int) -> None:
-        """Send a range of a file from the page cache; the bytes are not copied into this process."""
-        with self._store.opened(key) as file:
-            name, size = f"{self._store.url}/{key}", os.fstat(file).st_size
-            nbytes = size - offset if nbytes < 0 else nbytes
-            check_range(name, offset, nbytes, size)
-            connection.sendall(ANSWER.pack(0, nbytes))
-            while nbytes:
-                sent = os.sendfile(connection.fileno(), file, offset, nbytes)
-                if not sent:  # the file became shorter: the other side sees the end of the answer
-                    raise OSError(f"{name} was truncated")
-                offset, nbytes = offset + sent, nbytes - sent
+    def _served(self, key: str) -> LocalStore | MemoryStore:
+        """The store of a key, which is below the folder of a step, or one in memory."""
+        folder = check_key(key).partition("/")[0]
+        store = self._in_memory.get(folder)
+        if store is None and self._store is not None and step_of(folder) is not None:
+            return self._store
+        if store is None:
+            raise NotFound(f"{key} is not served: it is of no step")
+        return store
 
-    def _rows(self, key: str, offset: int, nbytes: int, step: int, count: int) -> memoryview:
-        if not (nbytes >= 0 and count >= 0 and nbytes * count <= MOST_BYTES):
-            raise MissingData(f"{count} rows of {nbytes} bytes are more than one answer has")
-        out = memoryview(bytearray(nbytes * count))
-        rows = [out[n * nbytes : (n + 1) * nbytes] for n in range(count)]
-        self._store.read_rows(key, offset, step, rows)
-        return out
+
+def _send(
+    connection: socket.socket, store: LocalStore | MemoryStore, key: str, offset: int, nbytes: int
+) -> None:
+    """Send a range of a file from the page cache, or from memory; the bytes are not copied in this process."""
+    if isinstance(store, MemoryStore):
+        with store.viewed(key, offset, None if nbytes < 0 else nbytes) as data:
+            connection.sendall(ANSWER.pack(0, data.nbytes))
+            connection.sendall(data)
+        return
+    with store.opened(key) as file:
+        name, size = f"{store.url}/{key}", os.fstat(file).st_size
+        nbytes = size - offset if nbytes < 0 else nbytes
+        check_range(name, offset, nbytes, size)
+        connection.sendall(ANSWER.pack(0, nbytes))
+        while nbytes:
+            sent = os.sendfile(connection.fileno(), file, offset, nbytes)
+            if not sent:  # the file became shorter: the other side sees the end of the answer
+                raise OSError(f"{name} was truncated")
+            offset, nbytes = offset + sent, nbytes - sent
+
+
+def _rows(
+    store: LocalStore | MemoryStore, key: str, offset: int, nbytes: int, step: int, count: int
+) -> memoryview:
+    if not (nbytes >= 0 and count >= 0 and nbytes * count <= MOST_BYTES):
+        raise MissingData(f"{count} rows of {nbytes} bytes are more than one answer has")
+    out = memoryview(bytearray(nbytes * count))
+    rows = [out[n * nbytes : (n + 1) * nbytes] for n in range(count)]
+    store.read_rows(key, offset, step, rows)
+    return out
 
 
 def _refuse(what: int) -> NoReturn:
     raise UcformatError(f"{what} is no request for files")
-
-
-def _check_served(key: str) -> None:
-    """Refuse what is not below the folder of a step."""
-    folder = check_key(key).partition("/")[0]
-    if step_of(folder) is None:
-        raise NotFound(f"{key} is not served: it is of no step")
 
 
 def _receive(connection: socket.socket, nbytes: int) -> bytes:
