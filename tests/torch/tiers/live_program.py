@@ -115,9 +115,8 @@ def between(folder: Path, **cases: Any) -> list[str]:
             wrong.append(f"{name}: the old state was changed")
         if into:
             losses = train(into, STEPS + 1, 2)
-            if (
-                max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)) > 1e-3
-            ):  # rounding, under another layout
+            apart = [abs(a - b) for a, b in zip(losses, expected_losses, strict=True)]
+            if max(apart) > 1e-3:  # layouts round differently
                 wrong.append(f"{name}: losses {losses} instead of {expected_losses}")
         left = list(folder.glob("**/live-*"))
         if left:
