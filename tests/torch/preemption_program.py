@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ucformat.errors import UcformatError
-from ucformat.torch import Manager, PerRank
+from ucformat.storage.wrappers import WrappedStore
+from ucformat.torch import Manager, PerRank, Tier
 from ucformat.torch.saving.background import writers
+from ucformat.torch.tiers import tiers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,6 +89,48 @@ def with_a_rank_that_does_not_come(folder: Path, how: str, *, asynchronous: bool
         manager.close()
     committed = sorted(p.parent.name for p in (folder / "run").glob("*/manifest.json"))
     return {"failure": failure, "took": took, "committed": committed}
+
+
+def with_a_slow_tier(folder: Path) -> dict[str, Any]:
+    """The url of the run is slow: the last step is in the fast tier, and nothing waits longer."""
+    seconds = 4.0
+
+    class SlowWriter:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def write(self, data: Any) -> None:
+            time.sleep(5.0)
+            self._inner.write(data)
+
+        def __enter__(self) -> Any:
+            self._inner.__enter__()
+            return self
+
+        def __exit__(self, *ending: object) -> Any:
+            return self._inner.__exit__(*ending)
+
+    class SlowStore(WrappedStore):
+        def create(self, key: str, unit: int = 1) -> Any:
+            return SlowWriter(super().create(key, unit))
+
+    state = {"w": torch.zeros(20_000_000)}
+    opened = tiers.open_store
+    tiers.open_store = lambda url: SlowStore(opened(url))  # type: ignore[assignment]
+    manager = Manager(folder / "run", tiers=[Tier(folder / "memory", every=1)], timeout=600)
+    manager.on_preemption(seconds)
+    manager.save(1, state)
+    dist.barrier()
+    begun = time.monotonic()
+    os.kill(os.getpid(), signal.SIGTERM)
+    manager.save(2, state)
+    manager.close()
+    took = time.monotonic() - begun
+    committed = {
+        name: sorted(p.parent.name for p in (folder / name).glob("*/manifest.json"))
+        for name in ("memory", "run")
+    }
+    return {"took": took, **committed}
 
 
 def with_a_writer_that_hangs(folder: Path) -> dict[str, Any]:

@@ -52,6 +52,12 @@ def test_the_last_save_replaces_one_whose_writer_hangs(tmp_path: Path) -> None:
         assert given == {"failure": "", "in time": True, "committed": committed}
 
 
+def test_slower_tiers_are_filled_as_far_as_time_permits(tmp_path: Path) -> None:
+    for given in RANKS.run("with_a_slow_tier", 2, tmp_path):
+        assert given.pop("took") < 4 + SLACK
+        assert given == {"memory": ["step-00000001", "step-00000002"], "run": []}
+
+
 def test_the_time_begins_with_the_first_signal() -> None:
     expired: list[float] = []
     notice = Notice(0.2, lambda: expired.append(time.monotonic()))

@@ -200,11 +200,6 @@ class Manager:
             seconds: from the signal on. Leave some seconds of what the scheduler gives (120 s on
                 spot instances, `--signal=TERM@120` of SLURM) to the program itself.
         """
-        if self._tiers is not None:
-            raise UnsupportedError(
-                "on_preemption is not supported with tiers, whose copies are not bounded by a time",
-                hint="leave it out: the last save after a signal goes to all tiers, the first one first",
-            )
         if seconds <= 0:
             raise UsageError(f"seconds={seconds:g} is not positive", hint="such as seconds=110")
         if not self._signals.numbers:
@@ -480,6 +475,8 @@ class Manager:
     def _expire(self) -> None:
         """Let all fail that this rank waits for."""
         kill_writer(self._links)
+        if self._tiers is not None:
+            self._tiers.stop(self._late())
         if self._links is not None:
             self._links.end(self._late())
 
@@ -605,13 +602,13 @@ class Manager:
             self._bases = [s for s in self._bases if s.url != saved.url]
             self._bases.insert(0, read_step(saved.url, step))
         self._later_steps.discard(step)
-        ends_in_time = self._notice is not None and self._stopping
-        if first and self._tiers is None and not ends_in_time:
+        if first and self._tiers is None:
             self._retain(saved.url, step)
 
     def _retain(self, url: str, step: int) -> None:
         """Start to delete old checkpoints at the url of the run, where another one is committed."""
-        if self._retention is not None:
+        ends_in_time = self._notice is not None and self._stopping
+        if self._retention is not None and not ends_in_time:
             self._retention_job = self._pool.submit(self._retention.apply, url, step)
 
 

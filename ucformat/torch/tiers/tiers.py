@@ -18,6 +18,7 @@ from ucformat.schema import MANIFEST
 from ucformat.settings import local_path
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store, split_url
+from ucformat.storage.wrappers import WrappedStore
 from ucformat.torch.comm.group import group_for_call, single_process_group
 from ucformat.torch.comm.wire import message
 from ucformat.torch.manager.steps import folder_of, list_steps
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from ucformat.storage.base import Checksums, Store
     from ucformat.torch.comm.bulk import Links
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.options import RunArguments
@@ -89,6 +91,26 @@ class _SlowTier:
         return self.job is not None and not self.job.done()
 
 
+class _CheckedStore(WrappedStore):
+    """A store that calls a function before it reads, which raises to end what reads it."""
+
+    def __init__(self, inner: Store, check: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._check = check
+
+    def read(self, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """See Store."""
+        self._check()
+        return super().read(key, offset, nbytes)
+
+    def read_into(
+        self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
+    ) -> None:
+        """See Store."""
+        self._check()
+        super().read_into(key, offset, buffers, crcs)
+
+
 class Tiers:
     """The tiers of a run.
 
@@ -134,6 +156,7 @@ class Tiers:
         ]
         self._slow.append(_SlowTier(url, home_every or least, None))
         self._filled = filled
+        self._stopped: UcformatError | None = None  # why copies that are being made fail
         self._group: dist.ProcessGroup | None = arguments.get("group")
         self._nodes: tuple[Links, Nodes] | None = None
         self._folders: list[str] = []  # committed in the fast tier, the oldest first
@@ -239,6 +262,10 @@ class Tiers:
         for tier in self._slow:
             if tier.job is not None:
                 tier.job.result()
+
+    def stop(self, why: UcformatError) -> None:
+        """Let the copies fail that are being made, with the next bytes that they read."""
+        self._stopped = why
 
     def close(self) -> None:
         """Wait until all copies are made, and serve no files any more."""
@@ -350,7 +377,7 @@ class Tiers:
                 store, target = self._folder(folder), open_store(url)
                 with ranks.sharing_errors():
                     own = self._own_keys(store, documents, nodes, ranks)
-                fill(store, target, documents, own, ranks)
+                fill(_CheckedStore(store, self._check), target, documents, own, ranks)
                 if not ranks.rank:
                     self._drop_old(tier)
                     if tier is self._slow[-1]:
@@ -378,9 +405,13 @@ class Tiers:
 
     def _drop_old(self, tier: _SlowTier) -> None:
         """Remove the oldest checkpoints of a tier that keeps a few; on rank 0."""
-        if tier.keep is not None:
+        if tier.keep is not None and self._stopped is None:
             for step in list_steps(tier.url).steps[tier.keep :]:
                 discard(step.url)
+
+    def _check(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
 
     # The folders of the fast tier.
 
