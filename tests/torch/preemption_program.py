@@ -9,11 +9,13 @@ import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from ucformat.errors import UcformatError
+from ucformat.storage.url import open_store
 from ucformat.storage.wrappers import WrappedStore
 from ucformat.torch import Manager, PerRank, Tier
 from ucformat.torch.saving.background import writers
@@ -115,8 +117,8 @@ def with_a_slow_tier(folder: Path) -> dict[str, Any]:
             return SlowWriter(super().create(key, unit))
 
     state = {"w": torch.zeros(20_000_000)}
-    opened = tiers.open_store
-    tiers.open_store = lambda url: SlowStore(opened(url))  # type: ignore[assignment]
+    slow = mock.patch.object(tiers, "open_store", lambda url: SlowStore(open_store(url)))
+    slow.start()
     manager = Manager(folder / "run", tiers=[Tier(folder / "memory", every=1)], timeout=600)
     manager.on_preemption(seconds)
     manager.save(1, state)

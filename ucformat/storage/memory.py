@@ -113,7 +113,7 @@ class MemoryStore(FlatStore):
         path = self._root + check_key(key)
         with _LOCK:
             existing = _FILES.get(path)
-            if existing is None or content_version(existing.data) != version:
+            if existing is None or content_version(bytes(existing.data)) != version:
                 raise changed_meanwhile(f"{self.url}/{key}")
             _FILES[path] = _MemoryFile(bytes(data), next(_VERSIONS))
         return content_version(data)
