@@ -46,7 +46,7 @@ def trained(folder: Path, steps: int, **arguments: Any) -> tuple[Training, dict[
     for step in range(1, steps + 1):
         training.train(step)
         at[step] = training.digests()
-        given = {"partial": window(4), "form": "packed"} | arguments
+        given: dict[str, Any] = {"partial": window(4), "form": "packed"} | arguments
         save(training.state, folder / str(step), step=step, **given)
     return training, at
 
@@ -135,7 +135,9 @@ def test_what_cannot_be_replayed(tmp_path: Path) -> None:
     training.train(4)
     training.train(5)
     save(training.state, tmp_path / "5", step=5, partial=window(4))  # 4 is not saved
-    assert ucformat.open(tmp_path / "5").manifest.window.at == 0
+    record = ucformat.open(tmp_path / "5").manifest.window
+    assert record is not None
+    assert record.at == 0
     anew = Training(seed=7)
     replay(tmp_path / "5", anew.state, anew.train)  # from 1, which is whole
     assert anew.digests() == training.digests()
