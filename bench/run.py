@@ -29,6 +29,8 @@ BENCHMARKS = {
     "fingerprints": "Fingerprints",
     "certify": "Certificates",
     "increments": "Increments",
+    "partial": "Partial saves",
+    "tiers": "Recovery from tiers",
     "codecs": "Codecs and patches",
     "publish": "Publishing weights",
     "small": "Many small tensors",

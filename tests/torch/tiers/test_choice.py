@@ -6,7 +6,6 @@ import functools
 import itertools
 import time
 from collections import Counter
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.patience import PATIENCE
+from tests.torch.tiers.simulated import ATTEMPT, simulated, step
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.format.described import packed_file
 from ucformat.schema import MANIFEST
 from ucformat.storage.local import LocalStore
 from ucformat.testing.stores import put
 from ucformat.torch.comm.wire import decode, encode
-from ucformat.torch.manager.steps import RunStep
 from ucformat.torch.tiers.choice import Copies, choose_places, copies_of
 from ucformat.torch.tiers.inventory import Contents, contents_of, number_of, ranges_of
 from ucformat.torch.tiers.nodes import Node, Nodes, _check_distinct, peers_of, rack_of
@@ -30,7 +29,7 @@ from ucformat.torch.tiers.tier import Tier, check_tiers
 if TYPE_CHECKING:
     from pathlib import Path
 
-ATTEMPT, OTHER = "a" * 20, "b" * 20
+OTHER = "b" * 20
 names_of_nodes = st.lists(
     st.sampled_from(["", "a/", "b/", "c/", "d/"]), min_size=2, max_size=9
 ).map(lambda racks: [f"{rack}node{n}" for n, rack in enumerate(racks)])
@@ -142,11 +141,6 @@ def test_the_files_of_ranks_have_numbers(key: str, number: int | None) -> None:
     assert number_of(key) == number
 
 
-def step(number: int, *, checkpoint: str = "1" * 32, commits: int = 0) -> RunStep:
-    made = datetime(2026, 1, 1, tzinfo=UTC)
-    return RunStep(f"/f/step-{number:08d}", number, checkpoint, made, 0, commits=commits or number)
-
-
 holdings = st.lists(st.sets(st.integers(0, 8)), min_size=1, max_size=5)
 
 
@@ -255,36 +249,6 @@ def test_what_a_folder_has_is_described(tmp_path: Path) -> None:
 
 
 # --- growth
-
-
-def simulated(count: int, each: int) -> list[Contents]:
-    """What each of many nodes has: the files of its own ranks and of a peer's, of two steps."""
-    names = [f"rack{n // 32}/node{n}" for n in range(count)]
-    sources: list[list[int]] = [[] for _ in names]
-    for n, peers in enumerate(peers_of(names, 1)):
-        for p in peers:
-            sources[p].append(n)
-    documents = (MANIFEST, f"data/{ATTEMPT}/extents.safetensors", f"objects/{ATTEMPT}/objects.json")
-    out = []
-    for n in range(count):
-        held = ranges_of(
-            r for node in (n, *sources[n]) for r in range(node * each, (node + 1) * each)
-        )
-        folders = ["step-00000001", "step-00000002"]
-        placed = {
-            (folder, str(k + 1) * 32): step(k + 1, checkpoint=str(k + 1) * 32)
-            for k, folder in enumerate(folders)
-        }
-        out.append(
-            Contents(
-                placed,
-                dict.fromkeys(placed, ((n, n + 1),)),
-                {},
-                {(folder, ATTEMPT): ((n, held),) for folder in folders},
-                {(folder, documents): ((n, n + 1),) for folder in folders},
-            )
-        )
-    return out
 
 
 def test_4096_nodes_are_described_and_chosen_among() -> None:
