@@ -47,6 +47,13 @@ _TESTS_OF_ONE_START = 6  # Gloo's threads of a test's process groups, hundreds, 
 _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
+def _provide_grouped_gemm() -> None:
+    """Let experts be stacked: the package that multiplies them needs CUDA, and tests of checkpoints multiply nothing."""
+    from megatron.core.transformer.moe import grouped_gemm_util
+
+    grouped_gemm_util.grouped_gemm = types.ModuleType("grouped_gemm")
+
+
 def use_ours() -> None:
     """Put our strategies where Megatron names its own.
 
@@ -185,6 +192,7 @@ def stand_in() -> None:
         setattr(t5, f"{part}_model_with_transformer_engine_default_spec", spec)
 
     fused_adam.provide()
+    _provide_grouped_gemm()
 
 
 def prepare(checkout: Path, ranks: int) -> None:
