@@ -151,6 +151,26 @@ def test_a_chain_is_written_folded_and_made_whole(root: str, tmp_path: Path) -> 
     assert is_read(b, trained(3))
 
 
+def test_the_anchor_knows_that_a_folded_one_needs_it_though_nothing_is_equal(
+    tmp_path: Path,
+) -> None:
+    arrays: list[Arrays] = [
+        {("up", "weight"): np.full((300, 300), 1 + n * 1e-6, np.float32)} for n in range(3)
+    ]
+    a = put(tmp_path / "a", arrays[0])
+    b = ucformat.patch(a, source(arrays[1]), tmp_path / "b")
+    c = ucformat.patch(b, source(arrays[2]), tmp_path / "c")
+    at_anchor = open_store(a.url)
+    assert c.id not in dependents_at(at_anchor, a.id)  # c needs it only through b
+    folded = ucformat.compact(c, tmp_path / "folded", fold=True)
+    assert folded.id in dependents_at(at_anchor, a.id)
+    assert ucformat.compact(c, fold=True).id == c.id
+    assert c.id in dependents_at(at_anchor, a.id)
+    assert c.id not in dependents_at(open_store(b.url), b.id)
+    ucformat.compact(c.url)
+    assert c.id not in dependents_at(at_anchor, a.id)
+
+
 def test_what_is_based_on_a_compacted_one_stays_valid(tmp_path: Path) -> None:
     a = put(tmp_path / "a", trained(0))
     b = ucformat.patch(a, source(trained(1)), tmp_path / "b")

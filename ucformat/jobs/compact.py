@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.format.bases import Bases
+    from ucformat.format.commit import Attempt
+    from ucformat.schema.manifest import Manifest
     from ucformat.storage.base import Store
 
 __all__ = ["compact", "is_whole"]
@@ -121,11 +123,16 @@ def _fold(
     """Write a checkpoint as one patch of the whole one from which its chain begins."""
     home = source.url if dst is None else as_store(dst).url
     patch = Patch.of(source, list(source.tensors.values()), find_anchor(source), home, options)
+
+    def write(store: Store, attempt: Attempt) -> tuple[Manifest, bool]:
+        patch.references.protect(str(attempt.keeps))
+        return patch.write(store, attempt)
+
     form = Form(
         "compact",
         patch.document,
         lambda ck: ck.universal is not None and _is_folded(ck.universal.bases),
-        patch.write,
+        write,
         options.verify,
         patch.references.urls,
     )
