@@ -63,7 +63,7 @@ def run7(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_ranks_did(run: Run, run7: Path) -> None:
     lines = run("show", run7 / "3", "--timings").stdout.splitlines()
-    assert lines[0] == "saved: 2.00 s, 4.0 MiB, 2.0 MiB per second"
+    assert lines[0] == "saved: 2.00 s; the ranks below wrote 4.0 MiB, 2.0 MiB per second"
     assert lines[1].split() == [
         "rank",
         "bytes",
@@ -77,7 +77,7 @@ def test_what_ranks_did(run: Run, run7: Path) -> None:
     assert lines[4].split()[:-1] == ["2", "1.0", "MiB", "0.12", "0.38", "0.12", "0.25", "3", "2.00"]
     assert lines[4].count("#") == 4 * lines[3].count("#")
     assert lines[6] == "rank 2 is a straggler: the median of the ranks above is 0.50 s"
-    assert lines[7].startswith("loaded ../2: 2.00 s, 2.0 MiB")
+    assert lines[7].startswith("loaded ../2: 2.00 s; the ranks below read 2.0 MiB")
     assert lines[8].split() == ["rank", "bytes", "plan", "read", "seconds"]
     data = object_of(run("show", run7 / "3", "--timings", "--json").stdout)
     assert data["save"]["stragglers"] == [2]

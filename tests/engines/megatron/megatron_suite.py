@@ -48,7 +48,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its paren
 
 
 def _provide_grouped_gemm() -> None:
-    """Let experts be stacked: the package that multiplies them needs CUDA, and tests of checkpoints multiply nothing."""
+    """Let experts be stacked: what multiplies them needs CUDA, and tests of checkpoints multiply nothing."""
     from megatron.core.transformer.moe import grouped_gemm_util
 
     grouped_gemm_util.grouped_gemm = types.ModuleType("grouped_gemm")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.patience import PATIENCE
 from tests.torch.tiers.simulated import ATTEMPT, simulated, step
-from ucformat.errors import UnsupportedError, UsageError
+from ucformat.errors import UnsafeError, UnsupportedError, UsageError
 from ucformat.format.described import packed_file
 from ucformat.schema import MANIFEST
 from ucformat.storage.local import LocalStore
@@ -23,7 +23,14 @@ from ucformat.testing.stores import put
 from ucformat.torch.comm.wire import decode, encode
 from ucformat.torch.tiers.choice import Copies, choose_places, copies_of
 from ucformat.torch.tiers.inventory import Contents, contents_of, number_of, ranges_of
-from ucformat.torch.tiers.nodes import Node, Nodes, _check_distinct, peers_of, rack_of
+from ucformat.torch.tiers.nodes import (
+    Node,
+    Nodes,
+    _check_distinct,
+    _identity_of,
+    peers_of,
+    rack_of,
+)
 from ucformat.torch.tiers.tier import Tier, check_tiers
 
 if TYPE_CHECKING:
@@ -83,10 +90,20 @@ def test_nodes_with_one_name_or_one_folder_are_an_error(tmp_path: Path) -> None:
     _check_distinct([("a", "1"), ("b", "2")], tmp_path)
 
 
+def test_a_folder_in_which_others_may_write_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "new" / "ck"
+    _identity_of(own)
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)
+    with pytest.raises(UnsafeError, match="others may write in"):
+        _identity_of(own)
+
+
 def test_the_ranks_of_a_node_need_not_follow_each_other() -> None:
     nodes = Nodes((Node("a", ((0, 1), (3, 5))), Node("b", ((1, 3),))))
     assert [nodes.number_of(r) for r in range(5)] == [0, 1, 1, 0, 0]
     assert nodes.nodes[0].members == [0, 3, 4]
+    assert nodes.by_rank == [0, 1, 1, 0, 0]
 
 
 # --- tiers

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _PHASES = ("copy", "plan", "write", "sync", "commit", "read", "put")
 _BAR = 24  # characters for the longest time
 _SHADES = " .:-=+*#%@"
+_DONE = {"writers": "wrote", "readers": "read"}
 _ROWS = 12  # ranks of a heat map
 
 
@@ -45,7 +46,10 @@ def timing_lines(
     head = ["rank", "bytes", *phases, *stalled, *retried, "seconds", ""]
     speed = timings["bytes_per_second"]
     rate = "" if speed is None else f", {bytes_text(int(speed))} per second"
-    yield Heading(f"{clean(title)}: {longest:.2f} s, {bytes_text(timings['bytes'])}{rate}")
+    amount = bytes_text(timings["bytes"])
+    yield Heading(
+        f"{clean(title)}: {longest:.2f} s; the ranks below {_DONE[member]} {amount}{rate}"
+    )
     yield from table(head, rows, left=(len(head) - 1,), shrink=(), width=width)
     if timings["ranks"] is not None and timings["ranks"] > len(ranks):
         yield f"those of {plural(timings['ranks'], 'rank')} that took longest"

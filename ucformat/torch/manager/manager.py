@@ -147,7 +147,7 @@ class Manager:
             arguments, every = {**arguments, "form": "packed"}, self._tiers.every
         self._overwrite = SaveOptions.of(self.url, arguments).overwrite  # checks all of them
         self._every, self._asynchronous, self._arguments = every, asynchronous, arguments
-        self._retention = None if keep is None else _make_retention(self.url, keep)
+        self._retention = None if keep is None else _make_retention(self.url, keep, tiers)
         self._group = arguments.get("group")
         self._timeout = arguments.get("timeout", TIMEOUT)
         self._exchanges_bits = bool(signals) or isinstance(every, timedelta)
@@ -207,10 +207,12 @@ class Manager:
                 "this manager waits for no signal, so it would not learn of a preemption",
                 hint="create it in the main thread, with signals=(signal.SIGTERM,)",
             )
-        if self._notice is not None:
-            self._notice.close()
-        self._notice = Notice(seconds, self._expire)
+        before, self._notice = self._notice, Notice(seconds, self._expire)
         self._signals.then = self._notice.receive
+        if before is not None:
+            before.close()
+        if self._signals.caught:
+            self._notice.receive()
 
     def should_save(self, step: int) -> bool:
         """Check whether `save` would save this step; all ranks call it, and get the same answer.
@@ -265,8 +267,6 @@ class Manager:
         if not due:
             return None
         ending = self._stopping and not self._saved_for_stop
-        if self._tiers is not None:
-            self._tiers.settle()
         try:
             self._settle(ending=ending)
         except UcformatError as error:
@@ -276,6 +276,8 @@ class Manager:
                 "the save in the background failed; the last checkpoint replaces it: %s",
                 error.message,
             )
+        if self._tiers is not None:
+            self._tiers.settle()
         if step == self._last_step and (ending or not self._overwrite):
             self._saved_for_stop = self._saved_for_stop or ending
             return self._last
@@ -654,10 +656,10 @@ def _make_tiers(
     return Tiers(manager.url, tiers, every, arguments, manager._retain)  # noqa: SLF001 - its own
 
 
-def _make_retention(root: str, keep: Keep) -> RunRetention:
+def _make_retention(root: str, keep: Keep, tiers: Sequence[Tier]) -> RunRetention:
     from ucformat.torch.manager.retention import RunRetention, policy_of  # imports sqlalchemy
 
-    return RunRetention(root, policy_of(keep))
+    return RunRetention(root, policy_of(keep), [open_store(t.url).url for t in tiers[1:]])
 
 
 def _known_commits(root: str, run: str | None) -> int:

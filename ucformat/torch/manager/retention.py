@@ -75,10 +75,15 @@ def policy_of(keep: Keep) -> Policy:
 
 
 class RunRetention:
-    """Applies a policy to the checkpoints of a run. One process of the run calls `apply`."""
+    """Applies a policy to the checkpoints of a run. One process of the run calls `apply`.
 
-    def __init__(self, root: str, policy: Policy) -> None:
-        self.root, self.policy = root, policy
+    Args:
+        tiers: other folders of the run, which have copies of them. With a catalog, what the policy
+            deletes is deleted there, too.
+    """
+
+    def __init__(self, root: str, policy: Policy, tiers: Sequence[str] = ()) -> None:
+        self.root, self.policy, self._tiers = root, policy, tiers
         self._catalog = load_settings().catalog_url()
         self._known: dict[str, RunStep] | None = None  # by url; only without a catalog
         self._registered = False
@@ -138,7 +143,8 @@ class RunRetention:
                 register([self.root], catalog, recursive=True)
                 self._registered = True
             entries = catalog.find(below)
-            copied = [e.id for e in entries if any(not u.startswith(f"{root}/") for u in e.urls)]
+            own = tuple(f"{place}/" for place in (root, *map(same_url, self._tiers)))
+            copied = [e.id for e in entries if any(not u.startswith(own) for u in e.urls)]
             scope = below if self.policy.scope is None else f"({self.policy.scope}) and {below}"
             if copied:  # deleting such a checkpoint would delete the copy elsewhere
                 scope += f" and id not in ({', '.join(map(repr, copied))})"

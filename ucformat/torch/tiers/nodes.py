@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UsageError
+from ucformat.errors import UnsafeError, UsageError
 from ucformat.settings import load_settings
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.torch.comm.merging import Ranges, adjoined, merged
@@ -46,6 +47,12 @@ class Nodes:
 
     nodes: tuple[Node, ...]
 
+    @property
+    def by_rank(self) -> list[int]:
+        """The number of the node of each rank."""
+        numbers = {rank: n for n, node in enumerate(self.nodes) for rank in node.members}
+        return [numbers[rank] for rank in range(len(numbers))]
+
     def number_of(self, rank: int) -> int:
         """Return the number of the node of a rank."""
         return next(
@@ -82,8 +89,15 @@ def gather_nodes(ranks: Group, folder: Path) -> Nodes:
 def _identity_of(folder: Path) -> str:
     """What tells a folder from all others: the boot of its kernel, its device and its number there."""
     with mapping_os_errors("create", str(folder)):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise UnsafeError(
+            f"others may write in {folder}, of the user with number {status.st_uid}, and checkpoints "
+            "in it would be restored",
+            hint="a folder of your own, which this makes; or `chmod go-w` if it is yours",
+        )
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from ucformat.catalog.lines import newest_first
-from ucformat.errors import IntegrityError, MissingData, NotFound, UcformatError, UpgradeNeeded
-from ucformat.format.digest import bytes_digest
+from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
 from ucformat.format.structure import read_manifest
 from ucformat.format.universal import Universal
 from ucformat.jobs.record import deleted_below
 from ucformat.schema import MANIFEST
-from ucformat.storage.base import stored_key
+from ucformat.storage.base import read_parts, stored_key
+from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.share import open_together
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ucformat.geometry.tensor import Key
     from ucformat.schema.manifest import FileDoc, Manifest
     from ucformat.storage.base import Store
-    from ucformat.storage.local import LocalStore
     from ucformat.torch.comm.group import Group
     from ucformat.torch.manager.steps import RunStep
     from ucformat.torch.tiers.choice import Copies
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["Survivors"]
 
 _log = logging.getLogger("ucformat")
-_SMALL = 64 << 20  # bytes of a document that is read and compared before it is chosen
 _NAMED = 5  # tensors
 
 
@@ -84,7 +83,7 @@ class Survivors:
         if self._nodes.nodes[self._own].first == ranks.rank:
             try:
                 own = contents_of(self._store, self._own)
-            except UcformatError as error:
+            except Exception as error:  # noqa: BLE001 - raised on all ranks
                 own = error
 
         def listed(on_nodes: Contents) -> RunContents:
@@ -180,7 +179,8 @@ class Survivors:
             if place >= len(self._nodes.nodes):
                 return open_store(f"{self._tier(place)}/{places.folder}")
             if place == self._own:
-                return open_store(f"{self._store.url}/{places.folder}")
+                own = LocalStore(f"{self._store.url}/{places.folder}")
+                return own.confined(lambda _: False)  # no link leads out of it
             members = self._nodes.nodes[place].members
             rank = members[self._ranks.rank % len(members)]
             peer = PeerStore(self._ranks.links, rank, self._store.url, places.folder)
@@ -199,11 +199,11 @@ class Survivors:
         copies = copies_of(
             self.contents, (folder, step.id), manifest.attempt, len(self._nodes.nodes)
         )
-        near = [n for n, node in sorted(_by_rank(self._nodes))]
+        near = self._nodes.by_rank
         documents = [doc.path for doc in manifest.files]
         places, lost = choose_places(copies, folder, [MANIFEST, *documents], damaged)
         for doc in manifest.files:  # what is read to know the rest
-            if doc.path not in lost and doc.nbytes <= _SMALL:
+            if doc.path not in lost:
                 self._check(doc, copies, folder, damaged)
         places, lost = choose_places(copies, folder, [MANIFEST, *documents], damaged)
         if lost:
@@ -242,9 +242,17 @@ class Survivors:
                 continue
             store = self._located(folder, _only(place, folder))
             with suppress(IntegrityError, NotFound):
-                if bytes_digest(store.read(doc.path)) == doc.digest:
+                if _digest_of(store, doc) == doc.digest:
                     return
             damaged.add((place, doc.path))
+
+
+def _digest_of(store: Store, doc: FileDoc) -> str:
+    """The digest of a document, as manifests have it, read in parts."""
+    state = sha256()
+    for _, part in read_parts(store, doc.path, doc.nbytes):
+        state.update(part)
+    return f"sha256:{state.hexdigest()}"
 
 
 def _only(place: int, folder: str) -> Places:
@@ -256,10 +264,6 @@ def _only(place: int, folder: str) -> Places:
 
 def _below(key: str, folder: str) -> bool:
     return key.startswith(f"{folder}/")
-
-
-def _by_rank(nodes: Nodes) -> list[tuple[int, int]]:
-    return [(rank, n) for n, node in enumerate(nodes.nodes) for rank in node.members]
 
 
 def _listed(names: Collection[str]) -> str:

@@ -3,8 +3,8 @@
     client:  what, bytes of the key, offset, bytes, bytes from a row to the next, rows; the key   (35 bytes, and these)
     server:  outcome, and the bytes that follow; these                                           (9 bytes, and these)
 
-An answer to `READ` are the bytes of all rows; to `INFO` and `LIST` encoded descriptions of files; of
-a request that failed it is the message.
+An answer to `READ` is the bytes of all rows; to `INFO` and `LIST`, encoded descriptions of files; to a
+request that failed, the message.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UnsupportedError, UsageError
 from ucformat.settings import local_path
-from ucformat.storage.url import path_text, split_url
+from ucformat.storage.url import open_store, path_text, split_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +84,7 @@ def check_tiers(tiers: Sequence[Tier], url: str, every: object) -> int | None:
             f"every={every!r} is not supported with tiers, whose checkpoints are copied by their steps",
             hint="every= a number of steps",
         )
-    urls = [str(local_path(path)), *(path_text(tier.url).rstrip("/") for tier in slower), url]
+    urls = [str(local_path(path)), *(open_store(tier.url).url for tier in slower), url]
     if twice := next((u for n, u in enumerate(urls) if u in urls[:n]), None):
         raise UsageError(f"{twice} is given as two tiers", hint="each tier is a place of its own")
     steps = [first.every or 1, *(tier.every or first.every or 1 for tier in slower)]
