@@ -35,6 +35,7 @@ from tests.torch.leaving import leave
 from ucformat.engines.huggingface.accelerate import accelerator_state
 from ucformat.engines.huggingface.live import SaveCallback, UniversalTrainer
 from ucformat.errors import StateMismatch, UcformatError, UnsupportedError
+from ucformat.torch import Window
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,6 +113,11 @@ class LoadsWithLoss(SavesWithLoss):
     load_options: Mapping[str, Any] = MappingProxyType({"lossy": True})
 
 
+class SavesInParts(UniversalTrainer):
+    window = Window(steps=2, groups=(("model.layers.0.*",), ("model.norm.*",)))
+    save_options: Mapping[str, Any] = MappingProxyType({"partial": window})
+
+
 class InBackground(UniversalTrainer):
     save_in_background = True
     save_options: Mapping[str, Any] = MappingProxyType({"form": "packed", "certify": True})
@@ -179,6 +185,21 @@ def the_trainer(folder: Path) -> dict[str, Any]:
         "config": [ck.manifest.config["hidden_size"], ck.manifest.config["learning_rate"]],
     }
     return out
+
+
+def a_partial_save(folder: Path) -> dict[str, Any]:
+    """A Trainer resumes from older tensors only if that is asked for: `train` returns no report that names them."""
+    trainer(folder, SavesInParts, max_steps=2, save_steps=1).train()
+    again = trainer(folder, SavesInParts, max_steps=3, save_steps=1)
+    try:
+        again.train(resume_from_checkpoint=True)
+        refused = ""
+    except StateMismatch as error:
+        refused = error.message
+    asked = trainer(folder, max_steps=3)
+    asked.load_options = {"strict_step": False}
+    asked.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return {"refused": refused, "step": asked.state.global_step}
 
 
 def the_sharded_trainer(folder: Path) -> dict[str, Any]:
@@ -372,6 +393,7 @@ def main() -> None:
         "sharded": the_sharded_trainer(folder / "sharded"),
         "accelerate": {k: accelerate_part(folder, k) for k in ("whole", "fsdp2", "fsdp1")},
         "stateful": stateful(folder),
+        "partial": a_partial_save(folder / "partial"),
     }
     (folder / f"found-{dist.get_rank()}.json").write_text(json.dumps(found, default=str))
     leave()

@@ -25,6 +25,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     a_trainer_goes_on_from_what_a_callback_saved(found)
     a_trainer_goes_on_from_what_the_trainer_itself_saved(found)
     a_model_cut_by_fsdp2_is_resumed(found)
+    older_tensors_are_loaded_only_if_that_is_asked_for(found)
     for kind in ("whole", "fsdp2", "fsdp1"):
         accelerate(found, kind)
     fork(0, [str(PROGRAM), str(tmp_path), "merge"], tmp_path / "merge.txt", MODULES)
@@ -87,6 +88,11 @@ def a_trainer_goes_on_from_what_the_trainer_itself_saved(found: dict[str, Any]) 
 
 def a_model_cut_by_fsdp2_is_resumed(found: dict[str, Any]) -> None:
     assert found["sharded"] == {"differences": [], "cut": True, "losses": 9}
+
+
+def older_tensors_are_loaded_only_if_that_is_asked_for(found: dict[str, Any]) -> None:
+    assert "are older, by 1 to 1 steps" in found["partial"]["refused"]
+    assert found["partial"]["step"] == 3
 
 
 def a_stateful_loader_is_merged_on_another_number_of_ranks(merged: dict[str, Any]) -> None:

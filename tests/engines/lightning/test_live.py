@@ -27,6 +27,7 @@ def test_lightning(tmp_path: Path) -> None:
     one_rank_saves_on_a_base(found)
     what_cannot_be_is_refused(found)
     states_with_loss_are_loaded_if_that_is_asked_for(found)
+    older_tensors_are_loaded_only_if_that_is_asked_for(found)
 
 
 def a_training_goes_on_bit_for_bit(found: dict[str, Any], kind: str) -> None:
@@ -96,3 +97,9 @@ def one_rank_saves_on_a_base(found: dict[str, Any]) -> None:
 def states_with_loss_are_loaded_if_that_is_asked_for(found: dict[str, Any]) -> None:
     assert found["lossy"] == {"states": ["exp_avg", "exp_avg_sq"], "step": 12}
     assert 0 < found["one rank"]["loss"] < 0.01
+
+
+def older_tensors_are_loaded_only_if_that_is_asked_for(found: dict[str, Any]) -> None:
+    refused, loaded = found["partial"]
+    assert "are older, by 1 to 1 steps" in refused
+    assert loaded == {"state_dict": {}}

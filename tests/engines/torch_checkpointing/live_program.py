@@ -33,8 +33,8 @@ from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-from ucformat.errors import UcformatError
-from ucformat.torch import PerRank
+from ucformat.errors import StateMismatch, UcformatError
+from ucformat.torch import PerRank, Window
 from ucformat.torch.integrations.torch_checkpointing import CheckpointManager
 
 if TYPE_CHECKING:
@@ -187,4 +187,24 @@ def refused(folder: Path) -> list[str]:
         )
     except KeyError as error:
         told.append(str(error))
+    return told
+
+
+def older(folder: Path) -> list[Any]:
+    """A manager, whose load returns no report, loads older tensors only if that is asked for."""
+    training = Training(1)
+    save, window = SyncCheckpointSaverConfig(), Window(steps=2, groups=(("0.*",), ("1.*",)))
+    config = CheckpointManager.Config
+    manager = config(items=specs(), save=save, saving={"partial": window}).build()
+    for step in (1, 2):
+        training.step()
+        manager.save(str(folder / str(step)), per_rank(training.items()))
+    told: list[Any] = []
+    for loading in ({}, {"strict_step": False}):
+        manager = config(items=specs(), save=save, loading=loading).build()
+        try:
+            items = manager.load(str(folder / "2"), into=per_rank(training.items()))
+            told.append(items["step"])
+        except StateMismatch as error:
+            told.append(error.message)
     return told

@@ -38,6 +38,12 @@ def test_our_manager_saves_what_theirs_does_and_loads_both(tmp_path: Path) -> No
             assert resumed == pytest.approx(first["losses"], rel=1e-5)
 
 
+def test_older_tensors_are_loaded_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    for refused, step in RANKS.run("older", 1, tmp_path):
+        assert "are older, by 1 to 1 steps" in refused
+        assert step == 2
+
+
 def test_what_has_no_place_in_a_universal_checkpoint_is_refused(tmp_path: Path) -> None:
     for told in RANKS.run("refused", 2, tmp_path):
         starts = [

@@ -14,8 +14,8 @@ import ucformat
 from tests.torch.running import fork
 from ucformat.engines.torchtitan.live import CheckpointManager
 from ucformat.engines.torchtitan.storage import RunStorage
-from ucformat.errors import UnsupportedError
-from ucformat.torch import Increments
+from ucformat.errors import StateMismatch, UnsupportedError
+from ucformat.torch import Increments, Window
 
 PROGRAM = Path(__file__).parent / "live_program.py"
 MODULES = ("torchdata.stateful_dataloader", "ucformat.torch.integrations.torchtitan")
@@ -88,6 +88,38 @@ def test_states_with_loss_are_loaded_if_that_is_asked_for(tmp_path: Path) -> Non
     with closing(CheckpointManager(tmp_path, **objects, **options)) as manager:
         assert manager.load()
         assert manager.load(1)
+
+
+def test_older_tensors_are_loaded_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    """The loop gets no report that could name them."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    objects: Any = {"model_parts": model, "optimizers": optimizer, "interval": 1}
+    window = Window(steps=2, groups=(("0.*",), ("1.*",)))
+    with closing(CheckpointManager(tmp_path, **objects, partial=window)) as manager:
+        for step in (1, 2):
+            model(torch.randn(3)).square().sum().backward()
+            optimizer.step()
+            manager.save(step)
+    assert ucformat.open(tmp_path / "step-00000002").older
+    initial = {
+        "initial_load_path": str(tmp_path / "step-00000002"),
+        "initial_load_model_only": False,
+    }
+    cases: list[tuple[Path, Any, int]] = [
+        (tmp_path, {}, -1),
+        (tmp_path, {}, 2),
+        (tmp_path / "new", initial, -1),
+    ]
+    for folder, options, step in cases:
+        with (
+            closing(CheckpointManager(folder, **objects, **options)) as manager,
+            pytest.raises(StateMismatch, match="older, by 1 to 1 steps"),
+        ):
+            manager.load(step)
+    asked: Any = {"load_options": {"strict_step": False}}
+    with closing(CheckpointManager(tmp_path, **objects, **asked)) as manager:
+        assert manager.load()
 
 
 def a_training_goes_on_bit_for_bit(found: dict[str, Any], where: str) -> None:

@@ -101,9 +101,10 @@ class UniversalTrainer(Trainer):
     """A Trainer that saves universal checkpoints; as the first base class, it changes another subclass of Trainer.
 
     `save_options` are arguments of `save`, those of `SaveArguments`; with `certify` among them, loads are
-    certified, too. `load_options` are arguments of `load`, those of `RestoreArguments`.
-    `save_in_background` saves with `async_save`. Set them as class attributes. Where DeepSpeed manages
-    the state, its engine is saved and loaded, as by `ucformat.torch.deepspeed`.
+    certified, too. `load_options` are arguments of `load`, those of `RestoreArguments`; `strict_step`
+    is True by default, since no report is returned. `save_in_background` saves with `async_save`. Set
+    them as class attributes. Where DeepSpeed manages the state, its engine is saved and loaded, as by
+    `ucformat.torch.deepspeed`.
     """
 
     save_options: Mapping[str, Any] = MappingProxyType({})
@@ -265,7 +266,9 @@ class UniversalTrainer(Trainer):
 
     @property
     def _restoring(self) -> Mapping[str, Any]:
-        return {"certify": bool(self.save_options.get("certify")), **self.load_options}
+        certify = bool(self.save_options.get("certify"))
+        # `train` returns no report that could name older tensors
+        return {"certify": certify, "strict_step": True, **self.load_options}
 
     def _live(self) -> dict[str, Any]:
         """The live state of the training, without what a DeepSpeed engine has of it."""

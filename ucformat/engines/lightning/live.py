@@ -80,7 +80,7 @@ class _Universal:
         options: arguments of saves, those of `RunArguments`, and of loads, those of
             `RestoreArguments`, except `group` and `timeout`, which is that of the strategy; all
             others are those of the strategy. With `certify`, what the ranks hold after a load is
-            compared, too.
+            compared, too. `strict_step` is True by default, since no report is returned.
     """
 
     lightning_module: Any
@@ -95,9 +95,12 @@ class _Universal:
     ) -> None:
         self._arguments = _run_arguments(type(self).__name__, options, _OF_STRATEGIES)
         names = RestoreArguments.__annotations__.keys() - {"timeout"}
-        self._restoring = {k: v for k, v in options.items() if k in names}
-        ours = self._arguments.keys() | self._restoring.keys()
-        super().__init__(**{k: v for k, v in options.items() if k not in ours})
+        super().__init__(
+            **{k: v for k, v in options.items() if k not in self._arguments.keys() | names}
+        )
+        # Lightning gets no report that could name older tensors
+        restoring = {k: v for k, v in options.items() if k in names}
+        self._restoring = {"strict_step": True, **restoring}
         self._background, self._trust = background, trust
         self._handle: SaveHandle | None = None
         self._launch = TrainingLaunch()

@@ -31,7 +31,7 @@ def strategies(
         vocab_size: as for `save`.
         strict: as for `load`.
         saving: arguments of `save`.
-        loading: arguments of `load`.
+        loading: arguments of `load`; `strict_step` is True by default, since no report is returned.
 
     Returns:
         the strategy that saves, and the one that loads.

@@ -93,7 +93,9 @@ class LoadStrategy(TorchDistLoadShardedStrategy):
     ) -> None:
         super().__init__()
         self._optimizer, self._vocab_size = optimizer, vocab_size
-        self._strict, self._arguments = strict, arguments
+        self._strict = strict
+        # Megatron gets no report that could name older tensors
+        self._arguments: RestoreArguments = {"strict_step": True, **arguments}
 
     @property
     def can_handle_sharded_objects(self) -> bool:

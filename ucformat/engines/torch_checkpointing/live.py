@@ -57,7 +57,8 @@ class CheckpointManager(theirs.CheckpointManager):
 
         Attributes:
             saving: arguments of `ucformat.torch.save`, as `{"form": "packed"}`.
-            loading: arguments of `ucformat.torch.load`, as `{"strict": False}`.
+            loading: arguments of `ucformat.torch.load`, as `{"strict": False}`; `strict_step` is True
+                by default, since no report is returned.
         """
 
         saving: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +84,8 @@ class CheckpointManager(theirs.CheckpointManager):
         self._timeout = config.save.wait_timeout_secs
         self._schema = _CheckpointSchema(items=config.items, default=config.default)
         self._saving = dict(getattr(config, "saving", {}))
-        self._loading = dict(getattr(config, "loading", {}))
+        # `load` returns no report that could name older tensors
+        self._loading = {"strict_step": True, **getattr(config, "loading", {})}
         self._handle: SaveHandle | None = None
         self._closed = False
 

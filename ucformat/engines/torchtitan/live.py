@@ -49,7 +49,7 @@ class CheckpointManager:
         initial_load_model_only: load only the model from `initial_load_path`.
         merge_dataloader: `merge` of `PerRank` for the data loader.
         load_options: arguments of loads other than `verify`, as `{"lossy": True}`; see
-            `ucformat.torch.load`.
+            `ucformat.torch.load`. `strict_step` is True by default, since no report is returned.
         options: other arguments of `ucformat.torch.Manager`: run, config, form, increments, …
 
     Raises:
@@ -102,7 +102,8 @@ class CheckpointManager:
         self._excluded = frozenset(exclude_from_loading)
         self._initial, self._initial_model_only = initial_load_path, initial_load_model_only
         self._interval, self._load_only = interval, load_only
-        self._restoring = dict(load_options)
+        # torchtitan gets no report that could name older tensors
+        self._restoring = {"strict_step": True, **load_options}
         self._first = enable_first_step_checkpoint
         self._manager = Manager(
             folder,

@@ -41,6 +41,12 @@ def test_optimizers_that_are_refused(tmp_path: Path) -> None:
         assert hint
 
 
+def test_older_tensors_are_loaded_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    found = told("older", tmp_path)
+    assert "are older, by 1 to 1 steps" in found["default"]
+    assert found["asked"] == "loaded"
+
+
 def test_strictness_of_megatrons_own_functions(tmp_path: Path) -> None:
     found = told("strictness", tmp_path)
     tensors = {key: shape for key, shape in found["own"].items() if shape is not None}
