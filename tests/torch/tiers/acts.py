@@ -22,6 +22,8 @@ from tests.patience import PATIENCE
 from tests.torch.tiers.life import FAST, enter
 from ucformat.errors import Conflict, UcformatError
 from ucformat.jobs import copy as jobs_copy
+from ucformat.schema import MANIFEST
+from ucformat.storage.local import LocalStore
 from ucformat.torch import Manager, PerRank, Saved, Tier
 from ucformat.torch.tiers import copying, tiers
 
@@ -302,6 +304,28 @@ def two_managers_do_not_mix(place: Path, rank: int) -> None:
     assert restored(place) is None
 
 
+def a_full_node_keeps_nobody_waiting(place: Path, rank: int) -> None:
+    """One that cannot write the documents, whatever the error is: the others go on at once."""
+
+    create = LocalStore.create
+
+    def fail(store: LocalStore, key: str, unit: int = 1) -> Any:
+        if rank and key == MANIFEST:
+            raise MemoryError
+        return create(store, key, unit)
+
+    begun = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch, manager_of(place, every=100, timeout=60) as manager:
+        patch.setattr(LocalStore, "create", fail)
+        _told.clear()
+        manager.save(1, state_at(1))
+        manager.save(2, state_at(2))
+    assert time.monotonic() - begun < 30
+    assert rank or any("rank 1: MemoryError()" in text for text in _told), _told
+    dist.barrier()
+    assert restored(place, every=100) == 2
+
+
 def a_lost_copy_is_told(place: Path, rank: int) -> None:
     """Of a peer that has no room; the checkpoint is there, and the older ones with copies stay."""
     copy = copying.copy_from_peers
@@ -338,6 +362,7 @@ ACTS: list[Callable[[Path, int], None]] = [
     a_signal_saves_everywhere,
     a_step_is_not_saved_twice,
     two_managers_do_not_mix,
+    a_full_node_keeps_nobody_waiting,
     a_lost_copy_is_told,
 ]
 

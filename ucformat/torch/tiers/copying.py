@@ -28,19 +28,16 @@ if TYPE_CHECKING:
     from ucformat.torch.comm.group import Group
     from ucformat.torch.tiers.nodes import Nodes
 
-__all__ = ["copy_files", "copy_from_peers", "fill", "spread_documents"]
+__all__ = ["copy_files", "copy_from_peers", "fill", "gather_documents", "write_documents"]
 
 _RECORDS = "attempts/"
 
 
-def spread_documents(store: Store, nodes: Nodes, ranks: Group) -> frozenset[str]:
-    """Give each node the files of a checkpoint that rank 0 has, except those of ranks; all ranks call this.
+def gather_documents(store: Store, ranks: Group) -> Mapping[str, bytes]:
+    """Return the files of a checkpoint that rank 0 has, except those of ranks; all ranks call this.
 
     Args:
         store: the folder of the checkpoint on this node.
-
-    Returns:
-        their keys.
     """
 
     def read(_: None) -> Mapping[str, bytes]:
@@ -48,13 +45,19 @@ def spread_documents(store: Store, nodes: Nodes, ranks: Group) -> frozenset[str]
         return {key: store.read(key) for key in keys}
 
     documents: Mapping[str, bytes] = ranks.combine(None, then=read, answer_kind=Mapping[str, bytes])
+    return documents
+
+
+def write_documents(
+    store: Store, documents: Mapping[str, bytes], nodes: Nodes, ranks: Group
+) -> None:
+    """Write these files on this node, unless it is that of rank 0; one of its ranks does it."""
     own = nodes.nodes[nodes.number_of(ranks.rank)]
     if own.first == ranks.rank and ranks.rank:
         for key in sorted(documents, key=lambda key: key == MANIFEST):  # the manifest last
             with store.create(key) as out:
                 out.write(documents[key])
         store.flush()
-    return frozenset(documents)
 
 
 def copy_from_peers(

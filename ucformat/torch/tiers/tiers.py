@@ -23,7 +23,12 @@ from ucformat.torch.comm.group import group_for_call, single_process_group
 from ucformat.torch.comm.wire import message
 from ucformat.torch.manager.steps import folder_of, list_steps
 from ucformat.torch.saving.handles import SaveHandle, wait_until_done
-from ucformat.torch.tiers.copying import copy_from_peers, fill, spread_documents
+from ucformat.torch.tiers.copying import (
+    copy_from_peers,
+    fill,
+    gather_documents,
+    write_documents,
+)
 from ucformat.torch.tiers.inventory import number_of
 from ucformat.torch.tiers.nodes import gather_nodes, peers_of
 from ucformat.torch.tiers.recovery import Survivors
@@ -308,12 +313,15 @@ class Tiers:
         """Copy documents to all nodes and files to peers, then remove old checkpoints and fill tiers."""
         assert self._nodes is not None  # noqa: S101 - as above
         nodes = self._nodes[1]
-        documents = spread_documents(self._folder(folder), nodes, ranks)
+        store = self._folder(folder)
+        documents = gather_documents(store, ranks)
+        keys = frozenset(documents)
         failures: tuple[str, ...] = ()
         try:
+            write_documents(store, documents, nodes, ranks)
             self._copy_from_peers(folder, nodes, ranks)
-        except UcformatError as error:
-            failures = (f"rank {ranks.rank}: {error.message}",)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait in what follows
+            failures = (f"rank {ranks.rank}: {getattr(error, 'message', None) or repr(error)}",)
         copied: _Copied = ranks.combine(
             _Copied(failures),
             _Copied.__add__,
@@ -324,7 +332,7 @@ class Tiers:
         if copied.failures and not ranks.rank:
             _log.warning("not all copies of %s were made: %s", folder, "; ".join(copied.failures))
         for number in copied.due:
-            self._begin_fill(self._slow[number], folder, step, documents)
+            self._begin_fill(self._slow[number], folder, step, keys)
         if not copied.failures:
             self._remove_old(ranks)
 
