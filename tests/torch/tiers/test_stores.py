@@ -8,6 +8,7 @@ import socket
 import threading
 import zlib
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +16,14 @@ import pytest
 from tests.patience import PATIENCE, wait_until
 from tests.torch.comm_pairs import pair
 from ucformat.errors import NotFound, UcformatError, UnsafeError, UnsupportedError
+from ucformat.format.described import packed_file
 from ucformat.storage.local import LocalStore
 from ucformat.storage.wrappers import WrappedStore
 from ucformat.testing.stores import StoreTests, put
-from ucformat.torch.tiers import serving
+from ucformat.torch.tiers import copying, serving
+from ucformat.torch.tiers.copying import copy_from_peers
 from ucformat.torch.tiers.located import LocatedStore
+from ucformat.torch.tiers.nodes import Node, Nodes
 from ucformat.torch.tiers.peer import PeerStore
 from ucformat.torch.tiers.requests import MOST_BYTES
 from ucformat.torch.tiers.serving import FileServer
@@ -265,3 +269,24 @@ def test_rows_of_a_file_come_by_few_requests(
     assert rows == [data[3 + 20 * n : 13 + 20 * n] for n in range(5000)]
     assert len(asked) == 1
     assert MOST_BYTES >= 5000 * 10
+
+
+def test_peers_copy_what_a_node_has_written_while_it_copies_too(
+    peer: PeerStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: tuple[Links, Links]
+) -> None:
+    """Each of its files once, and none that came from elsewhere, whenever each rank lists them."""
+    nodes = Nodes((Node("a", ((0, 1), (3, 5))), Node("b", ((1, 3),))))
+    there, own = LocalStore(tmp_path / STEP), LocalStore(tmp_path / "b" / STEP)
+    files = [packed_file(f"data/{'a' * 20}", n) for n in range(5)]
+    for key in ("manifest.json", "objects/x", *(files[n] for n in (0, 3, 4)), "own"):
+        put(there, key)
+    put(own, files[1], b"its own")
+    monkeypatch.setattr(copying, "PeerStore", lambda _, __, *at: PeerStore(links[1], 0, *at))
+    for rank in (1, 2):
+        ranks: Any = SimpleNamespace(rank=rank, links=links[1])
+        documents = {"manifest.json", "objects/x"}
+        copy_from_peers(own, str(tmp_path), STEP, [0], documents, nodes, ranks)
+        for key in files[1:3]:  # what it gets from others meanwhile
+            put(there, key)
+    assert {i.key for i in own.list()} == {*files[:2], *files[3:], "own"}
+    assert own.read(files[1]) == b"its own"

@@ -61,23 +61,36 @@ def write_documents(
 
 
 def copy_from_peers(
-    store: Store, root: str, folder: str, sources: Iterable[int], nodes: Nodes, ranks: Group
+    store: Store,
+    root: str,
+    folder: str,
+    sources: Iterable[int],
+    documents: Collection[str],
+    nodes: Nodes,
+    ranks: Group,
 ) -> int:
-    """Copy this rank's share of the files that other nodes have of a checkpoint; returns their bytes.
+    """Copy this rank's share of the files that other nodes have written of a checkpoint; returns their bytes.
+
+    Those nodes are copying, too: what they have of others is left aside.
 
     Args:
         store: the folder of the checkpoint on this node.
         root: of the tier.
         sources: the numbers of the nodes of which this node keeps copies.
+        documents: the keys of files that every node gets from rank 0.
     """
     own = nodes.nodes[nodes.number_of(ranks.rank)].members
     position, nbytes = own.index(ranks.rank), 0
     for number in sources:
         members = nodes.nodes[number].members
+        shares: dict[int | None, int] = {rank: place for place, rank in enumerate(members)}
+        shares[None] = 0  # of files that are of no rank
         peer = PeerStore(ranks.links, members[position % len(members)], root, folder)
         try:
-            there = [i.key for i in peer.list() if i.key != MANIFEST]
-            nbytes += copy_files(peer, store, sorted(there)[position :: len(own)])
+            listed = sorted({info.key for info in peer.list()}.difference(documents))
+            numbered = [(key, shares.get(number_of(key))) for key in listed]
+            mine = [key for key, n in numbered if n is not None and n % len(own) == position]
+            nbytes += copy_files(peer, store, mine)
         finally:
             peer.close()
     store.flush()

@@ -319,7 +319,7 @@ class Tiers:
         failures: tuple[str, ...] = ()
         try:
             write_documents(store, documents, nodes, ranks)
-            self._copy_from_peers(folder, nodes, ranks)
+            self._copy_from_peers(folder, keys, nodes, ranks)
         except Exception as error:  # noqa: BLE001 - the other ranks wait in what follows
             failures = (f"rank {ranks.rank}: {getattr(error, 'message', None) or repr(error)}",)
         copied: _Copied = ranks.combine(
@@ -336,7 +336,9 @@ class Tiers:
         if not copied.failures:
             self._remove_old(ranks)
 
-    def _copy_from_peers(self, folder: str, nodes: Nodes, ranks: Group) -> None:
+    def _copy_from_peers(
+        self, folder: str, documents: frozenset[str], nodes: Nodes, ranks: Group
+    ) -> None:
         names = [node.name for node in nodes.nodes]
         replicas = min(self._replicas, len(names) - 1)
         if replicas < self._replicas and not self._warned and not ranks.rank:
@@ -350,7 +352,9 @@ class Tiers:
             )
         own = nodes.number_of(ranks.rank)
         sources = [n for n, peers in enumerate(peers_of(names, replicas)) if own in peers]
-        copy_from_peers(self._folder(folder), self.store.url, folder, sources, nodes, ranks)
+        copy_from_peers(
+            self._folder(folder), self.store.url, folder, sources, documents, nodes, ranks
+        )
 
     def _due(self, copied: _Copied, step: int, *, everywhere: bool) -> _Copied:
         """On rank 0, the tiers to fill with a step; one that is busy is skipped, with a warning."""
