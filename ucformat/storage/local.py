@@ -188,11 +188,14 @@ class LocalStore(Store):
 
     @contextmanager
     def opened(self, key: str) -> Iterator[int]:
-        """The descriptor of a file, to send it without reading it; other stores have none."""
-        self.info(key)  # it may have been replaced since it was opened
-        with mapping_os_errors("read", f"{self._root}/{key}"):
-            file = self._handles.get(key) or self._handles.open(key, self._open)
-        yield file.fd
+        """The descriptor of the file that now has this key, open for this block alone; other stores have none."""
+        name = self._name(key)
+        with mapping_os_errors("read", name):
+            file = self._open(key)
+        try:
+            yield file.fd
+        finally:
+            file.close()
 
     def create(self, key: str, unit: int = 1) -> LocalWriter:  # noqa: ARG002 - nothing is uploaded
         """Write a file as a stream, under a hidden name until it is closed."""

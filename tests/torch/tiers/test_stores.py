@@ -8,6 +8,7 @@ import socket
 import threading
 import zlib
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ from ucformat.torch.tiers.serving import FileServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from ucformat.storage.base import FileWriter, Store
     from ucformat.torch.comm.bulk import Links
@@ -184,6 +184,14 @@ class TestWhatIsServed:
         ):
             pass
 
+    def test_no_rows_without_bytes(self, peer: PeerStore, tmp_path: Path) -> None:
+        put(LocalStore(tmp_path / STEP), "f", bytes(100))
+        with (
+            pytest.raises(UcformatError, match="more than one answer has"),
+            peer._asking(0, f"{STEP}/f", 0, 0, 0, 1 << 60),
+        ):
+            pass
+
     def test_not_more_rows_than_it_has_memory_for(self, peer: PeerStore, tmp_path: Path) -> None:
         put(LocalStore(tmp_path / STEP), "f", bytes(100))
         with (
@@ -290,3 +298,19 @@ def test_peers_copy_what_a_node_has_written_while_it_copies_too(
             put(there, key)
     assert {i.key for i in own.list()} == {*files[:2], *files[3:], "own"}
     assert own.read(files[1]) == b"its own"
+
+
+def test_what_was_served_and_is_removed_is_not_kept_open(peer: PeerStore, tmp_path: Path) -> None:
+    """A removed file that is open keeps its memory."""
+    put(LocalStore(tmp_path / STEP), "f", bytes(1000))
+    peer.read("f")
+    peer.read_rows("f", 0, 20, [memoryview(bytearray(10)) for _ in range(5)])
+    (tmp_path / STEP / "f").unlink()
+    assert not [p for p in Path("/proc/self/fd").iterdir() if str(tmp_path) in _target(p)]
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:  # that of the listing
+        return ""

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ucformat.errors import MissingData, NotFound, UcformatError
 from ucformat.storage.base import check_key, check_range
+from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.memory import MemoryStore
+from ucformat.storage.strided import read_scattered
 from ucformat.torch.comm.wire import encode
 from ucformat.torch.manager.steps import step_of
 from ucformat.torch.tiers.requests import (
@@ -184,11 +186,20 @@ def _send(
 def _rows(
     store: LocalStore | MemoryStore, key: str, offset: int, nbytes: int, step: int, count: int
 ) -> memoryview:
-    if not (nbytes >= 0 and count >= 0 and nbytes * count <= MOST_BYTES):
+    if not (nbytes > 0 and count >= 0 and nbytes * count <= MOST_BYTES):
         raise MissingData(f"{count} rows of {nbytes} bytes are more than one answer has")
     out = memoryview(bytearray(nbytes * count))
     rows = [out[n * nbytes : (n + 1) * nbytes] for n in range(count)]
-    store.read_rows(key, offset, step, rows)
+    if isinstance(store, MemoryStore):
+        store.read_rows(key, offset, step, rows)
+        return out
+    name = f"{store.url}/{key}"
+    check_range(name, min(offset, step), 0, 0)
+    # not by the store, which would keep the file open, and with it the memory of one that is removed
+    with store.opened(key) as file, mapping_os_errors("read", name):
+        for number, row in enumerate(rows):
+            got = read_scattered(file, offset + number * step, [row])
+            check_range(name, offset + number * step, nbytes, offset + number * step + got)
     return out
 
 
