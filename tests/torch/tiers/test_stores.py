@@ -26,7 +26,7 @@ from ucformat.torch.tiers.copying import copy_from_peers
 from ucformat.torch.tiers.located import LocatedStore
 from ucformat.torch.tiers.nodes import Node, Nodes
 from ucformat.torch.tiers.peer import PeerStore
-from ucformat.torch.tiers.requests import MOST_BYTES
+from ucformat.torch.tiers.requests import ANSWER, MOST_BYTES
 from ucformat.torch.tiers.serving import FileServer
 
 if TYPE_CHECKING:
@@ -314,3 +314,25 @@ def _target(link: Path) -> str:
         return str(link.readlink())
     except OSError:  # that of the listing
         return ""
+
+
+def test_an_answer_of_another_size_is_an_error(
+    peer: PeerStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing of it is taken for the answer to the next request."""
+    put(LocalStore(tmp_path / STEP), "f", bytes(range(100)))
+    monkeypatch.setattr(serving, "_rows", lambda *_: memoryview(bytes(30)))
+
+    def send(connection: socket.socket, *_: Any) -> None:
+        connection.sendall(ANSWER.pack(0, 5) + bytes(5))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving, "_send", send)
+        for read in (
+            lambda: peer.read("f", 0, 3),
+            lambda: peer.read_into("f", 0, [memoryview(bytearray(7))]),
+            lambda: peer.read_rows("f", 0, 20, [memoryview(bytearray(10)) for _ in range(5)]),
+        ):
+            with pytest.raises(UcformatError, match="rank 0 answers with"):
+                read()
+    assert peer.read("f") == bytes(range(100))

@@ -172,6 +172,11 @@ class PeerStore(ReadOnlyStore):
         name = key.encode()
         request = REQUEST.pack(what, len(name), offset, nbytes, step, count) + name
         connection, size = self._ask(request, key)
+        if size < 0 or (what == READ and nbytes >= 0 and size != nbytes * count):
+            self._links.close_files(connection)
+            raise UcformatError(
+                f"{self._root}/{key}: rank {self._rank} answers with {size} bytes, not {nbytes * count}"
+            )
         try:
             yield connection, size
         except OSError as error:
