@@ -12,6 +12,7 @@ from tests.torch.runs import state_at
 from tests.torch.tiers.acts import ACTS
 from ucformat.errors import UnsupportedError
 from ucformat.torch import Increments, Manager, Tier
+from ucformat.torch.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,3 +103,24 @@ def test_one_process_copies_to_several_tiers_at_once(
         names
     ] * 2
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("change", ["gone", "linked"])
+def test_a_file_that_is_gone_or_leads_out_is_not_filled_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """No incomplete checkpoint is committed, and what a link leads to outside is not copied."""
+    fill = Tiers._fill
+
+    def change_and_fill(self: Tiers, *arguments: Any) -> None:
+        (file,) = (tmp_path / "fast").rglob("rank-00000.bin")
+        file.rename(tmp_path / "outside")
+        if change == "linked":
+            file.symlink_to(tmp_path / "outside")
+        fill(self, *arguments)
+
+    monkeypatch.setattr(Tiers, "_fill", change_and_fill)
+    with Manager(tmp_path / "home", tiers=[Tier(tmp_path / "fast")], signals=()) as manager:
+        manager.save(1, state_at(1))
+    assert "step 1 was not saved at" in caplog.text
+    assert not (tmp_path / "home" / "step-00000001" / "manifest.json").exists()

@@ -405,15 +405,11 @@ class Tiers:
     def _own_keys(
         self, store: LocalStore, documents: frozenset[str], nodes: Nodes, ranks: Group
     ) -> list[str]:
-        """The files of a checkpoint that this rank copies: its own, and others that only this node has."""
+        """The files that this rank copies: its own, be it there or not, and others that only this node has."""
         first = nodes.nodes[nodes.number_of(ranks.rank)].first == ranks.rank
         own_file = packed_file(f"data/{read_manifest(store)[0].attempt}", ranks.rank)
-        return [
-            info.key
-            for info in store.list()
-            if info.key == own_file
-            or (first and number_of(info.key) is None and info.key not in documents)
-        ]
+        others = (info.key for info in store.list()) if first else ()
+        return [own_file, *(k for k in others if number_of(k) is None and k not in documents)]
 
     def _drop_old(self, tier: _SlowTier) -> None:
         """Remove the oldest checkpoints of a tier that keeps a few; on rank 0."""
@@ -432,7 +428,7 @@ class Tiers:
         return Survivors(self.store, [tier.url for tier in self._slow], self.nodes(ranks), ranks)
 
     def _folder(self, folder: str) -> LocalStore:
-        return LocalStore(f"{self.store.url}/{folder}")
+        return LocalStore(f"{self.store.url}/{folder}").confined(lambda _: False)
 
     def _remove_old(self, ranks: Group) -> None:
         """Remove what the fast tier does not keep, except what tiers are being filled from."""
