@@ -304,6 +304,42 @@ def two_managers_do_not_mix(place: Path, rank: int) -> None:
     assert restored(place) is None
 
 
+def a_place_that_one_rank_cannot_open_keeps_nobody_waiting(place: Path, rank: int) -> None:
+    open_store = tiers.open_store
+
+    def fail(url: str) -> Any:
+        if rank:
+            raise UcformatError("it is not mounted here")
+        return open_store(url)
+
+    begun = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch, manager_of(place, every=1, timeout=60) as manager:
+        patch.setattr(tiers, "open_store", fail)
+        _told.clear()
+        manager.save(1, state_at(1))
+    assert time.monotonic() - begun < 30
+    assert any("rank 1: it is not mounted here" in text for text in _told), _told
+    at(place / "home")
+    dist.barrier()
+
+
+def ranks_that_are_gone_are_not_waited_for(place: Path, rank: int) -> None:
+    """A copy that begins when the connections have ended fails, and connects nobody anew."""
+    with manager_of(place, every=100) as manager:
+        manager.save(1, state_at(1))
+        manager.wait()
+        assert manager._tiers is not None
+        links = manager._ranks().links
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiers, "is_live", lambda _: False)
+            with (
+                pytest.raises(UcformatError, match="no longer connected"),
+                manager._tiers._ranks("copy", "there", links),
+            ):
+                pass
+    dist.barrier()
+
+
 def a_full_node_keeps_nobody_waiting(place: Path, rank: int) -> None:
     """One that cannot write the documents, whatever the error is: the others go on at once."""
 
@@ -362,6 +398,8 @@ ACTS: list[Callable[[Path, int], None]] = [
     a_signal_saves_everywhere,
     a_step_is_not_saved_twice,
     two_managers_do_not_mix,
+    a_place_that_one_rank_cannot_open_keeps_nobody_waiting,
+    ranks_that_are_gone_are_not_waited_for,
     a_full_node_keeps_nobody_waiting,
     a_lost_copy_is_told,
 ]

@@ -19,7 +19,7 @@ from ucformat.settings import local_path
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store, split_url
 from ucformat.storage.wrappers import WrappedStore
-from ucformat.torch.comm.group import group_for_call, single_process_group
+from ucformat.torch.comm.group import group_for_call, is_live, single_process_group
 from ucformat.torch.comm.wire import message
 from ucformat.torch.manager.steps import folder_of, list_steps
 from ucformat.torch.saving.handles import SaveHandle, wait_until_done
@@ -288,8 +288,13 @@ class Tiers:
         if links.size == 1:  # whose threads have no channels of their own
             yield single_process_group()
             return
-        with group_for_call(call, url, self._group, links.timeout) as ranks:
-            yield ranks
+        self._check()
+        if is_live(links):  # otherwise this would wait for ranks that are gone
+            with group_for_call(call, url, self._group, links.timeout) as ranks:
+                if ranks.links is links:
+                    yield ranks
+                    return
+        raise UcformatError("the ranks that saved it are no longer connected")
 
     def _copy_saved(self, saved: Saved | SaveHandle, step: int, everywhere: bool) -> None:  # noqa: FBT001
         folder = saved.url.rpartition("/")[2]
@@ -386,8 +391,8 @@ class Tiers:
         url = f"{tier.url}/{folder}"
         try:
             with self._ranks("fill", tier.url, links) as ranks:
-                store, target = self._folder(folder), open_store(url)
                 with ranks.sharing_errors():
+                    store, target = self._folder(folder), open_store(url)
                     own = self._own_keys(store, documents, nodes, ranks)
                 fill(_CheckedStore(store, self._check), target, documents, own, ranks)
                 if not ranks.rank:
