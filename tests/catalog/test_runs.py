@@ -55,6 +55,13 @@ def test_more_may_be_better(catalog: Catalog) -> None:
     assert (run.best.value, run.best.step) == (4.0, 0)
 
 
+def test_of_equal_values_one_without_a_step_comes_first(catalog: Catalog) -> None:
+    put(catalog, 1, step=3, metrics={"loss": 1.0})
+    put(catalog, 2, step=None, metrics={"loss": 1.0})
+    (run,) = catalog.runs(metric="loss")
+    assert run.best == BestEntry(1.0, manifest(2).id, None)
+
+
 def test_a_filter_chooses_the_checkpoints_that_count(catalog: Catalog) -> None:
     fill(catalog)
     (run,) = catalog.runs("step >= 20", metric="loss", mode="max")

@@ -498,7 +498,8 @@ def _best(
     listed: dict[int, BestEntry] = {}
     for page in pages(sorted(set(best.values()))):
         place = sa.func.row_number().over(
-            partition_by=(row.run_id, Metric.value), order_by=(row.step, row.serial)
+            partition_by=(row.run_id, Metric.value),
+            order_by=(sa.func.coalesce(row.step, -1), row.serial),  # databases sort NULL differently
         )
         equal = (
             sa.select(row.run_id, Metric.value, row.id, row.step, place.label("place"))
