@@ -35,6 +35,7 @@ from ucformat.storage.base import Costs, FileWriter, FlatStore, Info, content_ve
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.texts import bytes_text
 from ucformat.web.blocking import in_thread
+from ucformat.web.library import NoRepository
 from ucformat.web.streaming import disconnected
 
 if TYPE_CHECKING:
@@ -110,7 +111,10 @@ class Patches:
         bases = {doc.id: sibling_name(doc.url) for doc in opened.manifest.bases}
         for other in {owner.id for owner in planned.references.owners} - names.keys():
             if library.is_limited(access):  # may not know where it is, and perhaps not that it is
-                library.entry(other, access)
+                try:
+                    library.entry(other, access)
+                except NoRepository:
+                    raise NoRepository(f"{base!r} has a base that is no checkpoint here") from None
                 bases[other] = None
             names[other] = bases.get(other) or other
         if len({*names.values()}) < len(names):
