@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import io
 import json
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import uuid
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -31,7 +34,7 @@ from tests.patience import wait_until
 from tests.web.serving import bearer, serving, token
 from ucformat.catalog.catalog import Catalog
 from ucformat.checkpoint import Checkpoint
-from ucformat.errors import PermissionDenied
+from ucformat.errors import PermissionDenied, UsageError
 from ucformat.jobs import patch_files
 from ucformat.settings import using
 from ucformat.storage.memory import MemoryStore
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.web.serving import Client
+    from ucformat.jobs.patch import Patch
 
 ROOT = Path(__file__).parents[2]
 ASSETS = {"tokenizer.json": b"{}" * 1000, "vocab of a model/é.txt": b"words"}
@@ -301,3 +305,26 @@ def test_a_token_is_told_of_nothing_else(run: Catalog, tmp_path: Path) -> None:
     sent = unpacked(answer.body, tmp_path / "sent")
     shutil.copytree(tmp_path / "run" / "1", tmp_path / run.get("run7@1").id)
     assert is_read(ucformat.open(sent), trained(3))
+
+
+def test_a_request_that_is_cancelled_counts_until_its_thread_ends() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def plan(*_: Any) -> Patch:
+        begun.set()
+        assert goes_on.wait(30)
+        raise UsageError("of a request that nobody waits for")
+
+    async def cancel() -> None:
+        patches = patching.Patches(mock.Mock())
+        with mock.patch.object(patches, "plan", plan):
+            request = asyncio.ensure_future(patches.response("a", "b", None, mock.Mock()))
+            await asyncio.to_thread(begun.wait, 30)
+            request.cancel()
+            await asyncio.wait([request])
+            assert (request.cancelled(), patches.count) == (True, 1)
+            goes_on.set()
+            while patches.count:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(cancel(), 30))

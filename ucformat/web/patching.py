@@ -77,12 +77,18 @@ class Patches:
             error = {"error": f"{_PATCHES} patches are made already", "hint": "try again later"}
             return JSONResponse(error, 503, {"retry-after": "30"})
         self.count += 1
+        planning = asyncio.ensure_future(in_thread(self.plan, ref, base, base_name, access))
         try:
-            planned = await in_thread(self.plan, ref, base, base_name, access)
+            planned = await asyncio.shield(planning)
         except BaseException:
-            self.count -= 1
+            planning.add_done_callback(self._forget)  # the thread of a cancelled request goes on
             raise
         return _Response(self, planned, limited=self.library.is_limited(access))
+
+    def _forget(self, planning: asyncio.Future[Patch]) -> None:
+        self.count -= 1
+        if not planning.cancelled():
+            planning.exception()  # else asyncio logs that nobody has asked for it
 
     def plan(self, ref: str, base: str, base_name: str | None, access: Access) -> Patch:
         """Find out what a patch has, which its client will put beside the base.
