@@ -492,6 +492,19 @@ def test_the_page_of_a_long_run_is_bounded(tmp_path: Path, monkeypatch: pytest.M
     assert statements[0] == statements[1] < 25
 
 
+def test_the_page_of_a_long_run_says_which_metrics_it_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ucformat.web.comparing._POINTS", 2)
+    with closing(Catalog(f"sqlite:///{tmp_path}/c.db")) as catalog:
+        for step in range(4):
+            put(catalog, step, metrics={"rare": 1.0} if step == 1 else {})
+        with serving(catalog) as ask:
+            page, data = both(ask, "/ui/run/run7", "/ui/run.json/run7")
+    assert (data["every"], data["metrics"], data["undrawn"]) == (2, {}, [])
+    assert "metrics and values that only others have are not seen" in page.text
+
+
 def test_a_run_and_a_comparison(stored: Catalog) -> None:
     a, b = stored.get("run7@1").id, stored.get("run7@2").id
     with serving(stored) as ask:

@@ -148,7 +148,8 @@ class CurvesEntry:
 
     `points` are pairs of a step and a value by the name of the metric, those of most steps first,
     and `others` are the names of further ones, of which `unnamed` more are not listed. If `every`
-    is more than 1, the first checkpoint of each so many steps is told, else all are.
+    is more than 1, the first checkpoint of each so many steps is told, else all are; what only other
+    checkpoints have is not even named.
     """
 
     points: Mapping[str, list[tuple[int, float]]]
