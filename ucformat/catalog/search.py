@@ -305,7 +305,11 @@ def find_curves(
     most: int,
     drawn: int,
 ) -> CurvesEntry:
-    """As `Catalog.curves`: what is read does not grow with the run."""
+    """As `Catalog.curves`.
+
+    What is read does not grow with the run, unless few of its checkpoints match: those between are
+    read to find them.
+    """
     each = _where(connection, where, now, deleted=False).each
     steps, every = _along(connection, (_of_run(run), *each), most)
     of_these = Metric.checkpoint.in_(list(steps))
@@ -336,7 +340,7 @@ def _along(
 ) -> tuple[dict[int, int], int]:
     """The steps of checkpoints, in order, by the serial, and of how many steps each is the first.
 
-    Each is looked up from the one before it, so those between are not read.
+    Each is looked up from the one before it, so those between are not read, except for such as do not match.
     """
     row, other = CheckpointRow, CheckpointRow.__table__.alias().c
     inside = sa.select(row.serial, row.step).where(row.step.is_not(None), *members)
@@ -499,7 +503,10 @@ def _best(
     for page in pages(sorted(set(best.values()))):
         place = sa.func.row_number().over(
             partition_by=(row.run_id, Metric.value),
-            order_by=(sa.func.coalesce(row.step, -1), row.serial),  # databases sort NULL differently
+            order_by=(
+                sa.func.coalesce(row.step, -1),
+                row.serial,
+            ),  # databases sort NULL differently
         )
         equal = (
             sa.select(row.run_id, Metric.value, row.id, row.step, place.label("place"))
