@@ -10,7 +10,7 @@ import ucformat
 from tests.torch.ranks import Ranks
 from tests.torch.window_program import Training, window
 from ucformat.errors import MissingData, NotCertified, UsageError
-from ucformat.torch import Experts, Window, load, replay, save
+from ucformat.torch import Experts, Manager, Window, load, replay, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,6 +155,53 @@ def test_what_cannot_be_replayed(tmp_path: Path) -> None:
     save(training.state, tmp_path / "8", step=8, partial=Experts(), base=tmp_path / "5")
     with pytest.raises(UsageError, match="is not of a window"):
         replay(tmp_path / "8", anew.state, anew.train)
+
+
+def places(folder: Path) -> dict[int, int | None]:
+    """The place in its window of each checkpoint in a folder, by step."""
+    manifests = [ucformat.open(path.parent).manifest for path in folder.glob("*/manifest.json")]
+    return {m.step or 0: m.window and m.window.at for m in sorted(manifests, key=lambda m: m.step)}
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_window_does_not_go_on_over_a_restart(managed: bool, tmp_path: Path) -> None:
+    """Groups that were full before the restart are older in memory, so later ones make no exact whole of them."""
+
+    def go_on(training: Training, first: int, last: int, *lineage: Any, manager: Any) -> None:
+        for step in range(first, last + 1):
+            training.train(step)
+            if managed:
+                manager.save(step, training.state)
+            else:
+                given: Any = {"partial": window(4), "form": "packed", "lineage": lineage}
+                save(training.state, tmp_path / str(step), step=step, **given)
+
+    with Manager(tmp_path, partial=window(4), form="packed") as manager:
+        go_on(Training(), 1, 4, manager=manager)
+    restarted = Training(seed=7)
+    with Manager(tmp_path, partial=window(4), form="packed") as manager:
+        if managed:
+            manager.restore_latest(restarted.state, strict_step=False)
+            go_on(restarted, 5, 8, manager=manager)
+        else:
+            report = load(restarted.state, tmp_path / "4", strict_step=False)
+            go_on(restarted, 5, 8, report.lineage, manager=manager)
+    assert places(tmp_path) == {1: None, 2: 0, 3: 1, 4: 2, 5: 0, 6: 1, 7: 2, 8: 3}
+    newest = next(p for p in tmp_path.iterdir() if p.name.endswith("8"))
+    anew = Training(seed=9)
+    assert replay(newest, anew.state, anew.train)
+    assert anew.digests() == restarted.digests()
+
+
+def test_a_window_does_not_go_on_from_another_line_of_training(tmp_path: Path) -> None:
+    _, _ = trained(tmp_path, 4)
+    other = Training(seed=7)
+    report = load(other.state, tmp_path / "3", strict_step=False)
+    for step in (4, 5):
+        other.train(step)
+    given: Any = {"partial": window(4), "base": tmp_path / "4", "lineage": [report.lineage]}
+    save(other.state, tmp_path / "5", step=5, form="packed", **given)
+    assert places(tmp_path)[5] == 0
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,14 @@ def _compare(a: _Asked, b: _Asked) -> _Asked:
     return a if a.other >= 0 or b.other < 0 else replace(a, other=b.other, other_text=b.other_text)
 
 
+@message
+class _Place:
+    """The base, by its url, and whether the training that saves goes on from it as it is in memory."""
+
+    url: str = ""
+    goes_on: bool = False
+
+
 def leave_experts(
     local: LocalState,
     options: SaveOptions,
@@ -79,7 +87,7 @@ def leave_experts(
             )
     assert step is not None  # noqa: S101 - every rank has one
 
-    def find(asked: _Asked) -> str:
+    def find(asked: _Asked) -> _Place:
         if asked.other >= 0:
             raise UsageError(
                 f"rank {asked.other} saves with {asked.other_text}, rank {asked.rank} with {asked.text}",
@@ -87,14 +95,14 @@ def leave_experts(
             )
         base = open_base(options.base, open_store(options.url).url)
         if base is None:
-            return ""
+            return _Place()
         base.check_depth()
         _check_step(base.manifest, step, base.url)
-        return base.url
+        return _Place(base.url, _goes_on(base.manifest, metadata))
 
     asked = _Asked(ranks.rank, f"{experts} and tokens of {sorted(counts.items())}")
-    place = ranks.combine(asked, _compare, _Asked, find, str)
-    if not place:
+    place: _Place = ranks.combine(asked, _compare, _Asked, find, _Place)
+    if not place.url:
         record = None
         if isinstance(names, ExpertNames):
             record = record_of(Selection(names, None), counts, metadata.lineage)
@@ -102,14 +110,14 @@ def leave_experts(
         return local, options, replace(metadata, partial=PartialSave(record=record))
     from ucformat.torch.loading.share import open_together
 
-    base = open_together(place, ranks, more=True)
+    base = open_together(place.url, ranks, more=True)
     with ranks.sharing_errors():
         assert base.universal is not None  # noqa: S101 - rank 0 has opened it as a base
         manifest = base.universal.manifest
         selection: Selection | WindowSelection
         if isinstance(names, Groups):
             assert isinstance(experts, Window)  # noqa: S101 - which has groups
-            selection = WindowSelection(experts, names, manifest, step)
+            selection = WindowSelection(experts, names, manifest, step, goes_on=place.goes_on)
         else:
             selection = Selection(names, manifest)
         own = selection.held_by(local)
@@ -131,7 +139,7 @@ def leave_experts(
         partial = PartialSave(manifest.id, selection.bits(left), record, window)
     return (
         replace(local, tensors=kept),
-        replace(options, base=place),
+        replace(options, base=place.url),
         replace(metadata, partial=partial),
     )
 
@@ -152,6 +160,13 @@ def _check_step(base: Manifest, step: int, url: str) -> None:
             f"step {step} cannot take experts from {url}, which has {has}",
             hint="base= an earlier checkpoint of the same training, or base=False to save everything",
         )
+
+
+def _goes_on(base: Manifest, metadata: SaveMetadata) -> bool:
+    """Whether the training that saves was not restarted since it saved the base; rank 0's launch counts."""
+    began_with = {edge.id for edge in metadata.lineage} - {edge.id for edge in base.lineage}
+    launches = [launch and launch.id for launch in (base.launch, metadata.launch)]
+    return not began_with and launches[0] == launches[1]
 
 
 def _either(a: bytes, b: bytes) -> bytes:

@@ -123,15 +123,28 @@ class Groups:
 
 
 class WindowSelection:
-    """What of a base is left where it is, by the place of the next checkpoint in its window."""
+    """What of a base is left where it is, by the place of the next checkpoint in its window.
 
-    def __init__(self, window: Window, groups: Groups, base: Manifest, step: int) -> None:
+    Args:
+        goes_on: whether the training was not restarted since the base: groups that were full before
+            would be older in memory.
+    """
+
+    def __init__(
+        self, window: Window, groups: Groups, base: Manifest, step: int, *, goes_on: bool
+    ) -> None:
         self._window, self._groups, self.base = window, groups, base
         last = base.window
         self.at = 0
         if last is not None and last == window.document(last.at) and last.at + 1 < last.steps:
-            if base.step == step - 1:
+            if base.step == step - 1 and goes_on:
                 self.at = last.at + 1
+            elif base.step == step - 1:
+                _log.warning(
+                    "the training did not go on in memory from step %s, which was saved last: a window "
+                    "begins anew with step %d",
+                    *(base.step, step),
+                )
             else:
                 _log.warning(
                     "step %d does not follow step %s, which was saved last: a window begins anew, and "
