@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.torch.moe import Model, digests, train
+from ucformat.errors import UsageError
 from ucformat.torch import Experts, Manager, async_save, load, save
 
 if TYPE_CHECKING:
@@ -69,3 +70,22 @@ def managed(folder: Path, *, degree: int, steps: int) -> Any:
             train(model, optimizer, step)
             manager.save(step, state)
     return None if report is None else (report.step, bool(report), len(report.older))
+
+
+def differing(folder: Path, *, what: str) -> str:
+    """What a rank is told that saves with another step or lineage than the others."""
+    model, optimizer = model_of(1, experts=8)
+    state = {"model": model, "optimizer": optimizer}
+    train(model, optimizer, 1)
+    save(state, folder / "1", step=1, partial=Experts())
+    lineage = [load(state, folder / "1").lineage]
+    train(model, optimizer, 2)
+    first = os.environ["RANK"] == "0"
+    given: Any = {"step": 2, "lineage": lineage}
+    if not first:
+        given |= {"step": 3} if what == "step" else {"lineage": []}
+    try:
+        save(state, folder / "2", partial=Experts(), **given)
+    except UsageError as error:
+        return str(error)
+    return ""

@@ -356,6 +356,14 @@ def test_what_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path
     assert not (tmp_path / "new" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("what", ["step", "lineage"])
+def test_ranks_that_would_choose_differently_are_refused(what: str, tmp_path: Path) -> None:
+    """The step tells the place in a window, and the lineage which tokens experts have learned of."""
+    for message in PROGRAM.run("differing", 2, tmp_path, what=what):
+        assert "rank 1 saves with" in message
+        assert f", {what} " in message
+
+
 def test_experts_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
     stacked = nn.ModuleDict({"experts": nn.ParameterDict({"w1": torch.zeros(4, 8, 8)})})
     with pytest.raises(UsageError, match=STACKED):

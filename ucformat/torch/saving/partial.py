@@ -100,7 +100,11 @@ def leave_experts(
         _check_step(base.manifest, step, base.url)
         return _Place(base.url, _goes_on(base.manifest, metadata))
 
-    asked = _Asked(ranks.rank, f"{experts} and tokens of {sorted(counts.items())}")
+    lineage = [edge.id or edge.url for edge in metadata.lineage]
+    asked = _Asked(
+        ranks.rank,
+        f"{experts}, step {step}, lineage {lineage} and tokens of {sorted(counts.items())}",
+    )
     place: _Place = ranks.combine(asked, _compare, _Asked, find, _Place)
     if not place.url:
         record = None
