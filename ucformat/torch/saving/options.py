@@ -79,8 +79,8 @@ class RunArguments(TypedDict, total=False):
             not equal to the base is packed then, whatever the `form` is, unless there is no base.
         partial: write only some experts of a mixture of experts, or one group of tensors of a window;
             tensors of the base stand for the others, which are older. `base` is the newest checkpoint
-            beside `url` unless it is
-            given, and must be of the same training (`False`: everything is written).
+            beside `url` unless it is given, and must be of the same training (`False`: everything is
+            written).
         verify_changed: compare the rows that `changed` does not mark with the base.
         certify: compare fingerprints of the tensors as they are at the call with those of what was
             written, and commit nothing if they differ (default: no). `Manager` compares what ranks
