@@ -130,6 +130,37 @@ def test_a_training_that_does_not_repeat_itself_is_found(tmp_path: Path) -> None
         replay(tmp_path / "5", training.state, other)
 
 
+@pytest.mark.parametrize(("wrong", "ref"), [(8, 9), (10, 11), (11, 11)])
+def test_steps_after_the_last_window_are_compared(wrong: int, ref: int, tmp_path: Path) -> None:
+    """What a checkpoint after a complete window has of its own step, in groups, too."""
+    partial = Window(steps=2, groups=(("*layers.0.*",), ("*layers.1.*",)), update=("layers.*",))
+    if ref == 11:
+        partial = window(4)
+    training, at = trained(tmp_path, ref, partial=partial)
+    if ref == 9:  # the window of 8 and 9 is complete: 8 is the one in the middle of it
+        ref = 8
+
+    def other(step: int) -> None:
+        training.train(step + (step == wrong))
+
+    with pytest.raises(NotCertified, match=f"the step before {wrong} was not trained as when"):
+        replay(tmp_path / str(ref), training.state, other)
+    assert replay(tmp_path / str(ref), training.state, training.train)
+    assert training.digests() == at[ref]
+
+
+def test_a_window_that_covers_everything_tells_that_nothing_is_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    partial = Window(steps=2, groups=(("*layers.0.*",), ("*layers.1.*",)), update=("layers.*",))
+    trained(tmp_path, 4, partial=partial)
+    for step, told in ((1, 0), (4, 0), (3, 1)):
+        caplog.clear()
+        training = Training(seed=7)
+        assert replay(tmp_path / str(step), training.state, training.train, certify=True)
+        assert caplog.text.count("the groups of its window cover everything") == told, step
+
+
 def test_what_cannot_be_replayed(tmp_path: Path) -> None:
     training, _ = trained(tmp_path, 3)
     training.train(4)

@@ -357,6 +357,8 @@ class _Comparison:
         number = {key: n for n, key in enumerate(self.keys)}
         self.recorded = [ck.metadata.fingerprints.get(key) for key in self.keys]
         matched, self.problems, self.meant = match(live.tensors, live.aliases, ck, names, cast=True)
+        if options.own_step:
+            matched = [m for m in matched if m.stored.key not in ck.metadata.older]
         numbers = [number[m.stored.key] for m in matched]
         self.matched = list(zip(numbers, matched, strict=True))
         self.local = [

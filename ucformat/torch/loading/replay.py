@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["replay"]
 
+_log = logging.getLogger("ucformat")
+
 
 def replay(
     ref: str | PathLike[str] | Checkpoint,
@@ -44,8 +47,10 @@ def replay(
 
     The checkpoints of the newest complete window are loaded in turn over the state, each as far as it
     has tensors of its own step, and the steps between them, and after the last one up to `ref`, are
-    trained again. Before a checkpoint is loaded, what the state had in full is compared with it, so
-    that a training that does not repeat itself bit for bit is found.
+    trained again. Before a checkpoint is loaded, what each of the window has in full is compared with
+    it, and after the last one everything that a checkpoint has of its own step, so that a training
+    that does not repeat itself bit for bit is found. If groups of a complete window cover everything,
+    nothing can be compared, which a warning tells.
 
     Args:
         ref: a checkpoint that was saved with `partial=Window(…)`, or any other without older tensors,
@@ -53,7 +58,8 @@ def replay(
         state: as for `load`.
         step_fn: trains one step, the one of this number: forward and backward pass, and update, with
             the data of that step.
-        arguments: those of `LoadArguments`, by keyword, but `strict_step`.
+        arguments: those of `LoadArguments`, by keyword, but `strict_step`. `certify` compares what
+            was loaded last, too.
 
     Returns:
         the report of the last load, with the step of `ref`.
@@ -75,22 +81,48 @@ def replay(
         report = load_state(
             state, open_together(parts[0], ranks), ranks, replace(options, strict_step=False)
         )
+        compared, trained = 0, opened.metadata.step != report.step
         for place, then in zip(parts, [*parts[1:], ""], strict=True):
             if place != parts[0]:
                 ck = open_together(place, ranks)
-                _check_repeated(state, ck, ranks, options)
+                compared += _check_repeated(state, ck, ranks, options)
                 report = load_state(state, ck, ranks, replace(options, own_step=True))
             if then:
                 step_fn((report.step or 0) + 1)
         last, step = report.step, opened.metadata.step
+        with ranks.sharing_errors():
+            between = _saved_between(opened, last or 0)
         for number in range((last or 0) + 1, (step or 0) + 1) if last != step else ():
             step_fn(number)
-        if options.certify and last == step:
-            _check_repeated(state, opened, ranks, options)
+            if number in between:
+                ck = open_together(between[number], ranks)
+                compared += _check_repeated(state, ck, ranks, options, exact=True)
+        if last != step:
+            compared += _check_repeated(state, opened, ranks, options, exact=True)
+        elif options.certify:
+            _check_repeated(state, opened, ranks, options, exact=True)
+    if trained and not compared and not ranks.rank:
+        _log.warning(
+            "no checkpoint from which %s was replayed has a tensor that tells whether the training "
+            "repeated itself: the groups of its window cover everything",
+            opened.url,
+        )
     lineage = report.lineage.model_copy(update={"url": opened.url, "id": opened.id})
     return replace(
         report, url=opened.url, id=opened.id, step=step, lineage=lineage, older={}, older_asked=True
     )
+
+
+def _saved_between(ck: Checkpoint, last: int) -> dict[int, str]:
+    """The places of checkpoints after a step on which one is based that is in a window which is not complete."""
+    if ck.universal is None or not ck.metadata.older:
+        return {}
+    bases = _bases(cast("BaseCheckpoint", ck.universal))
+    return {
+        base.manifest.step: place
+        for place, base in bases
+        if base.manifest.step is not None and base.manifest.step > last
+    }
 
 
 def _parts(ck: Checkpoint) -> list[str]:
@@ -153,24 +185,37 @@ def _bases(ck: BaseCheckpoint) -> Iterator[tuple[str, BaseCheckpoint]]:
 
 
 def _check_repeated(
-    state: Mapping[str, Any], ck: Checkpoint, ranks: Group, options: LoadOptions
-) -> None:
-    """Check that the tensors that each checkpoint of a window has in full are those of this one."""
-    assert ck.universal is not None  # noqa: S101 - it is of a window
-    window = ck.universal.manifest.window
+    state: Mapping[str, Any],
+    ck: Checkpoint,
+    ranks: Group,
+    options: LoadOptions,
+    *,
+    exact: bool = False,
+) -> int:
+    """Check that tensors are those of their own step in a checkpoint, and return how many were compared.
+
+    Args:
+        exact: all of them have to be; else those that each checkpoint of its window has in full.
+    """
+    window = None if ck.universal is None or exact else ck.universal.manifest.window
     groups = None if window is None else Groups(window)
-    asked = replace(options, strict_step=False, certify=False)
+    asked = replace(options, strict_step=False, certify=False, own_step=True)
     certificate = certify_state(state, ck, ranks, asked, record=False)
-    wrong = [
-        key
-        for entry in certificate.different
-        if entry.state and (groups is None or groups.of(entry.name) is None)
-        for key in (Key(entry.name, entry.state),)
-    ]
+    equal, wrong = (
+        [
+            Key(entry.name, entry.state)
+            for entry in entries
+            if entry.state and (groups is None or groups.of(entry.name) is None)
+        ]
+        for entries in (certificate.equal, certificate.different)
+    )
     if wrong:
         raise NotCertified(
             f"the step before {ck.metadata.step} was not trained as when {ck.url} was saved: "
             f"{first_names(wrong, 5)} differ",
             hint="step_fn has to repeat the training bit for bit: the same data, generators of random "
-            "numbers, deterministic algorithms, and the same parallel layout where it changes sums",
+            "numbers, deterministic algorithms, and the same parallel layout where it changes sums. A "
+            "training that was restarted from older tensors (strict_step=False) cannot be repeated "
+            "before its first complete window",
         )
+    return len(equal)
