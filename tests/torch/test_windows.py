@@ -161,6 +161,30 @@ def test_a_window_that_covers_everything_tells_that_nothing_is_compared(
         assert caplog.text.count("the groups of its window cover everything") == told, step
 
 
+def test_a_replay_reports_the_lineage_of_what_was_asked_for(tmp_path: Path) -> None:
+    """Not that of the checkpoint that was loaded last, which has fewer commits and may have another launch."""
+    first = Training()
+    with Manager(tmp_path, partial=window(4), form="packed") as manager:
+        for step in range(1, 6):
+            first.train(step)
+            manager.save(step, first.state)
+    second = Training(seed=7)
+    with Manager(tmp_path, partial=window(4), form="packed") as manager:
+        manager.restore_latest(second.state, strict_step=False)
+        replay(tmp_path / "step-00000005", second.state, second.train)
+        second.train(6)
+        manager.save(6, second.state)
+    place = tmp_path / "step-00000006"
+    manifest, training = ucformat.open(place).manifest, Training(seed=8)
+    report = replay(place, training.state, training.train)
+    assert training.digests() == second.digests()
+    assert (report.lineage.id, report.lineage.commits) == (manifest.id, manifest.commits)
+    assert report.launch == manifest.launch
+    assert report.lineage.kind == "resume"
+    later = save(training.state, tmp_path / "7", step=7, lineage=[report.lineage])
+    assert ucformat.open(later.url).manifest.commits > manifest.commits
+
+
 def test_what_cannot_be_replayed(tmp_path: Path) -> None:
     training, _ = trained(tmp_path, 3)
     training.train(4)

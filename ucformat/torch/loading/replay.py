@@ -19,6 +19,7 @@ from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadArguments, LoadOptions
 from ucformat.torch.loading.certify import certify_state
 from ucformat.torch.loading.load import load_state
+from ucformat.torch.loading.match import edge_of
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.saving.window import Groups
 
@@ -107,9 +108,17 @@ def replay(
             "repeated itself: the groups of its window cover everything",
             opened.url,
         )
-    lineage = report.lineage.model_copy(update={"url": opened.url, "id": opened.id})
+    continues = report.lineage.kind != "finetune"
+    readers = report.lineage.readers
     return replace(
-        report, url=opened.url, id=opened.id, step=step, lineage=lineage, older={}, older_asked=True
+        report,
+        url=opened.url,
+        id=opened.id,
+        step=step,
+        lineage=edge_of(opened, report.layout, continues=continues, readers=readers),
+        launch=None if opened.universal is None else opened.universal.manifest.launch,
+        older={},
+        older_asked=True,
     )
 
 
