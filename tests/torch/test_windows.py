@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.torch.ranks import Ranks
 from tests.torch.window_program import Training, window
 from ucformat.errors import MissingData, NotCertified, UsageError
 from ucformat.torch import Experts, Manager, Window, load, replay, save
+from ucformat.torch.loading.replay import _complete
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,6 +185,34 @@ def test_a_replay_reports_the_lineage_of_what_was_asked_for(tmp_path: Path) -> N
     assert report.lineage.kind == "resume"
     later = save(training.state, tmp_path / "7", step=7, lineage=[report.lineage])
     assert ucformat.open(later.url).manifest.commits > manifest.commits
+
+
+class Incomplete:
+    """A checkpoint that is based on each one before it, of which none is the last of a window."""
+
+    def __init__(self, below: list[Incomplete], looked_at: list[str]) -> None:
+        self.manifest = SimpleNamespace(
+            id=str(len(below)), step=len(below), window=window(4).document(1), bases=below
+        )
+        self.bases = self
+        self._below, self._looked_at = below, looked_at
+
+    def place(self, number: int) -> str:
+        return str(number)
+
+    def opened(self, number: int) -> Incomplete:
+        self._looked_at.append(str(number))
+        return self._below[number]
+
+
+def test_a_chain_without_a_complete_window_is_searched_once() -> None:
+    """Each checkpoint of it once, and not once for each path that leads to it."""
+    chain, looked_at = list[Incomplete](), list[str]()
+    for _ in range(16):
+        chain.append(Incomplete(chain.copy(), looked_at))
+    with pytest.raises(MissingData, match="no window up to 15 is complete"):
+        _complete(cast("Any", chain[-1]), "15")
+    assert len(looked_at) == 16 * 15 / 2
 
 
 def test_what_cannot_be_replayed(tmp_path: Path) -> None:

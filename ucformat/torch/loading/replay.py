@@ -171,21 +171,32 @@ def _is_before(base: Manifest, last: Manifest) -> bool:
 
 def _complete(ck: BaseCheckpoint, place: str) -> tuple[str, BaseCheckpoint]:
     """The newest checkpoint, from one downwards, that is whole or the last of its window."""
+    complete = _search(ck, place, set())
+    if complete is None:
+        raise MissingData(
+            f"no window up to {place} is complete, so nothing exact can be made of it",
+            hint="each step of a window has to be saved; load an earlier checkpoint",
+        )
+    return complete
+
+
+def _search(
+    ck: BaseCheckpoint, place: str, searched: set[str]
+) -> tuple[str, BaseCheckpoint] | None:
+    """The same, or None; `searched` are the ids of those below which there is none."""
     window = ck.manifest.window
     if window is None and not any(True for _ in ck.manifest.tensors.older()):
         return place, ck
     if window is not None and window.at == window.steps - 1:
         return place, ck
+    searched.add(ck.manifest.id)
     below = sorted(_bases(ck), key=lambda pair: pair[1].manifest.step or 0, reverse=True)
     for base_place, base in below:
-        try:
-            return _complete(base, base_place)
-        except MissingData:
-            continue
-    raise MissingData(
-        f"no window up to {place} is complete, so nothing exact can be made of it",
-        hint="each step of a window has to be saved; load an earlier checkpoint",
-    )
+        if base.manifest.id not in searched:
+            complete = _search(base, base_place, searched)
+            if complete is not None:
+                return complete
+    return None
 
 
 def _bases(ck: BaseCheckpoint) -> Iterator[tuple[str, BaseCheckpoint]]:
