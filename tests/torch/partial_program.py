@@ -83,7 +83,7 @@ def differing(folder: Path, *, what: str) -> str:
     first = os.environ["RANK"] == "0"
     given: Any = {"step": 2, "lineage": lineage}
     if not first:
-        given |= {"step": 3} if what == "step" else {"lineage": []}
+        given[what] = 3 if what == "step" else []
     try:
         save(state, folder / "2", partial=Experts(), **given)
     except UsageError as error:
