@@ -12,11 +12,12 @@ import ucformat
 import ucformat.torch
 from tests.torch.moe import Model, digests, train
 from tests.torch.ranks import Ranks
-from ucformat.errors import NotCertified, StateMismatch, UnsupportedError, UsageError
+from ucformat.errors import Conflict, NotCertified, StateMismatch, UnsupportedError, UsageError
+from ucformat.jobs.increments import Base
 from ucformat.schema.manifest import STEPS
 from ucformat.torch import Experts, Manager, async_save, load, save
 from ucformat.torch.saving import background
-from ucformat.torch.saving.experts import ExpertNames
+from ucformat.torch.saving.experts import ExpertNames, PartialSave, bits_of_rows, left_tensors
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save_local
 from ucformat.torch.state import memory
@@ -362,6 +363,23 @@ def test_ranks_that_would_choose_differently_are_refused(what: str, tmp_path: Pa
     for message in PROGRAM.run("differing", 2, tmp_path, what=what):
         assert "rank 1 saves with" in message
         assert f", {what} " in message
+
+
+def test_a_base_that_was_replaced_under_its_id_is_refused(tmp_path: Path) -> None:
+    """What is left of it is told by rows, which are others after a compaction or thinning in place."""
+    training = Training()
+    for _ in range(2):
+        training.train()
+        training.save(tmp_path)
+    base = Base(ucformat.open(tmp_path / "2"), str(tmp_path / "3"))
+    bits = bits_of_rows((True for _ in base.manifest.tensors), len(base.manifest.tensors))
+    partial = PartialSave(base.manifest.id, base.manifest.attempt, bits)
+    assert len(left_tensors(base, partial)) == len(base.manifest.tensors)
+    ucformat.compact(tmp_path / "2")
+    compacted = Base(ucformat.open(tmp_path / "2"), str(tmp_path / "3"))
+    assert compacted.manifest.id == partial.base
+    with pytest.raises(Conflict, match="is no longer the checkpoint"):
+        left_tensors(compacted, partial)
 
 
 def test_experts_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:

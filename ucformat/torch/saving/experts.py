@@ -162,12 +162,14 @@ class PartialSave:
 
     Attributes:
         base: the id of the base; empty if everything is saved.
+        attempt: the one that is committed there: what replaces a base in place keeps its id.
         left: a bit for each tensor of the base, in its order: whether that stands for this one's.
         record: the counts of tokens, if they were given.
         window: the place in a window.
     """
 
     base: str = ""
+    attempt: str = ""
     left: bytes = b""
     record: ExpertsDoc | None = None
     window: WindowDoc | None = None
@@ -181,9 +183,9 @@ def left_tensors(base: Base, partial: PartialSave | None) -> list[TensorDoc]:
     """
     if partial is None or not partial.base:
         return []
-    if base.manifest.id != partial.base:
+    if (base.manifest.id, base.manifest.attempt) != (partial.base, partial.attempt):
         raise Conflict(
-            f"{base.url} is no longer the checkpoint {partial.base}, from which experts were to be taken",
+            f"{base.url} is no longer the checkpoint {partial.base} as it was, from which experts were to be taken",
             hint="save again",
         )
     table = base.manifest.tensors

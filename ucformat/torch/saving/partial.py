@@ -140,7 +140,8 @@ def leave_experts(
             left, record = selection.leave(experts, held, counts, metadata.lineage)
         keys = {Key(doc.name, doc.state) for doc in left}
         kept = tuple(t for t in local.tensors if t.key not in keys)
-        partial = PartialSave(manifest.id, selection.bits(left), record, window)
+        bits = selection.bits(left)
+        partial = PartialSave(manifest.id, manifest.attempt, bits, record, window)
     return (
         replace(local, tensors=kept),
         replace(options, base=place.url),
