@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.torch.ranks import Ranks
 from ucformat.errors import Conflict, NotCertified, StateMismatch, UnsupportedError, UsageError
 from ucformat.jobs.increments import Base
 from ucformat.schema.manifest import STEPS
-from ucformat.torch import Experts, Manager, async_save, load, save
+from ucformat.torch import Experts, Manager, Window, async_save, load, save
 from ucformat.torch.saving import background
 from ucformat.torch.saving.experts import ExpertNames, PartialSave, bits_of_rows, left_tensors
 from ucformat.torch.saving.options import SaveOptions
@@ -380,6 +381,20 @@ def test_a_base_that_was_replaced_under_its_id_is_refused(tmp_path: Path) -> Non
     assert compacted.manifest.id == partial.base
     with pytest.raises(Conflict, match="is no longer the checkpoint"):
         left_tensors(compacted, partial)
+
+
+def test_a_manager_refuses_what_it_would_ignore(tmp_path: Path) -> None:
+    training = Training()
+    tokens = {"layers.0.experts": [1, 2, 3, 4]}
+    for partial in (None, Window(steps=2)):
+        with pytest.raises(UsageError, match="tokens"):
+            save(training.state, tmp_path / "1", step=1, partial=partial, tokens=tokens)
+    for every in (2, timedelta(seconds=1)):
+        with pytest.raises(UsageError, match="each step"):
+            Manager(tmp_path / "run", every=every, partial=Window(steps=2))
+    with Manager(tmp_path / "run", every=1, partial=Window(steps=2)):
+        pass
+    assert not list(tmp_path.rglob("manifest.json"))
 
 
 def test_experts_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from ucformat.torch.saving.background import kill_writer
 from ucformat.torch.saving.handles import saved_by
 from ucformat.torch.saving.options import RunArguments, SaveOptions, TrainingLaunch
 from ucformat.torch.saving.save import save
+from ucformat.torch.saving.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -132,6 +133,12 @@ class Manager:
             )
         partial = arguments.get("partial")
         self._is_partial = partial is not None
+        if isinstance(partial, Window) and every not in (None, 1):
+            raise UsageError(
+                f"a window has a checkpoint of each step, and every={every!r} leaves some out, so that none "
+                "would be complete",
+                hint="every=1, or partial=Experts(…)",
+            )
         if partial is not None and increments is None:
             increments = Increments(max_chain=partial.max_chain)
         elif partial is not None and increments is not None and increments.policy != "consecutive":

@@ -73,6 +73,12 @@ def leave_experts(
         UsageError: the save has no step, a later one than the base's, or no counts where the choice needs them.
     """
     experts = options.partial
+    with ranks.sharing_errors():
+        if arguments.get("tokens") is not None and not isinstance(experts, Experts):
+            raise UsageError(
+                "tokens are counted for a choice of experts, and none is made",
+                hint="partial=Experts(…), or leave tokens out",
+            )
     if experts is None:
         return local, options, metadata
     step = metadata.step
