@@ -24,6 +24,7 @@ from ucformat.errors import Conflict, UcformatError
 from ucformat.jobs import copy as jobs_copy
 from ucformat.schema import MANIFEST
 from ucformat.storage.local import LocalStore
+from ucformat.storage.url import open_store
 from ucformat.torch import Manager, PerRank, Saved, Tier
 from ucformat.torch.tiers import copying, tiers
 
@@ -201,8 +202,17 @@ def too_small_a_tier_is_refused(place: Path, rank: int) -> None:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=400_000))
         with pytest.raises(UcformatError, match=r"will hold 480,\d+ bytes .* 6 times the 80,"):
             manager.save(1, state_at(1))
+        patch.undo()
+        dist.barrier()
+        assert [p for p in Path(FAST).rglob("*") if p.is_file()] == []
+        # as a save leaves it that fails after some ranks have written
+        left = Path(FAST, "step-00000001", "data", "0" * 20, f"rank-{rank:05d}.bin")
+        left.parent.mkdir(parents=True)
+        left.write_bytes(bytes(1000))
+        manager.save(1, state_at(1))
+        assert not left.exists()
     dist.barrier()
-    assert [p for p in Path(FAST).rglob("*") if p.is_file()] == []
+    assert restored(place) == 1
 
 
 def a_busy_tier_is_skipped(place: Path, rank: int) -> None:
@@ -305,8 +315,6 @@ def two_managers_do_not_mix(place: Path, rank: int) -> None:
 
 
 def a_place_that_one_rank_cannot_open_keeps_nobody_waiting(place: Path, rank: int) -> None:
-    open_store = tiers.open_store
-
     def fail(url: str) -> Any:
         if rank:
             raise UcformatError("it is not mounted here")

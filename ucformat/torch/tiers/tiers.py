@@ -16,6 +16,7 @@ from ucformat.format.structure import read_manifest
 from ucformat.jobs.removal import discard
 from ucformat.schema import MANIFEST
 from ucformat.settings import local_path
+from ucformat.storage.base import exists
 from ucformat.storage.local import LocalStore
 from ucformat.storage.url import open_store, split_url
 from ucformat.storage.wrappers import WrappedStore
@@ -69,6 +70,14 @@ class _Cleared:
 
     folders: tuple[str, ...]
     removed: tuple[str, ...]
+
+
+@message
+class _Destination:
+    """The folder for a step, and one of a save that failed, which is removed."""
+
+    folder: str
+    removed: tuple[str, ...] = ()
 
 
 @message
@@ -166,6 +175,7 @@ class Tiers:
         self._nodes: tuple[Links, Nodes] | None = None
         self._folders: list[str] = []  # committed in the fast tier, the oldest first
         self._taken: set[str] = set()  # on rank 0, all folders that some tier has
+        self._begun = ""  # the folder of a save of which it is not known that it is committed
         self._pinned: dict[str, int] = {}  # folders from which tiers are being filled, how often
         self._changing = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "ucformat-copy")
@@ -217,10 +227,13 @@ class Tiers:
 
         cleared: _Cleared = ranks.combine(None, then=clear, answer_kind=_Cleared)
         self._folders = list(cleared.folders)
-        self._remove(cleared.removed, ranks)
+        with ranks.sharing_errors():
+            self._remove(cleared.removed, ranks)
 
     def destination(self, step: int, later: Collection[int], ranks: Group) -> str:
-        """The folder for a step, which no tier has yet; all ranks call this.
+        """The folder for a step, which no tier has yet; all ranks call this, after the last save has ended.
+
+        What that has left behind on any node is removed if it failed.
 
         Args:
             later: steps after the restored one that some tier has; another checkpoint of these is
@@ -230,12 +243,15 @@ class Tiers:
             Conflict: a tier has another step already.
         """
 
-        def choose(_: None) -> str:
+        def choose(_: None) -> _Destination:
+            failed = self._begun and not exists(self.store, f"{self._begun}/{MANIFEST}")
+            removed = (self._begun,) if failed else ()
+            self._taken.difference_update(removed)
             for again in chain((0,), count(2)):
                 folder = folder_of(step, again)
                 if folder not in self._taken:
                     self._taken.add(folder)
-                    return folder
+                    return _Destination(folder, removed)
                 if step not in later:
                     raise Conflict(
                         f"a checkpoint of step {step} exists in one of the tiers of {self._slow[-1].url}",
@@ -243,8 +259,11 @@ class Tiers:
                     )
             raise AssertionError  # the loop has no end
 
-        folder: str = ranks.combine(None, then=choose, answer_kind=str)
-        return folder
+        chosen: _Destination = ranks.combine(None, then=choose, answer_kind=_Destination)
+        self._begun = chosen.folder
+        with ranks.sharing_errors():
+            self._remove(chosen.removed, ranks)
+        return chosen.folder
 
     # After a commit in the fast tier.
 
@@ -305,6 +324,7 @@ class Tiers:
         try:
             with self._ranks("copy", self.store.url, self._nodes[0]) as ranks:
                 if ranks.combine(is_committed, operator.and_, bool):
+                    self._begun = ""
                     self._folders.append(folder)
                     self._copy(folder, step, ranks, everywhere=everywhere)
         except Exception as error:  # noqa: BLE001 - the training goes on
