@@ -30,7 +30,8 @@ def check_room(checkpoint: str, nbytes: int, times: int) -> None:
         raise UcformatError(
             f"the tier {root} will hold {nbytes * times:,} bytes on this node, which has room for "
             f"{free + used:,}: {times} times the {nbytes:,} that this rank writes, for the "
-            "checkpoints that are kept, the one that is written, copies of other nodes, and each rank",
+            "checkpoints that are kept, the one that is written, those that slower tiers are filled "
+            "from, copies of other nodes, and each rank",
             hint="keep or copy fewer (keep=, replicas= of the first tier), or give it another folder",
         )
 

@@ -174,6 +174,7 @@ class Tiers:
         self._group: dist.ProcessGroup | None = arguments.get("group")
         self._nodes: tuple[Links, Nodes] | None = None
         self._folders: list[str] = []  # committed in the fast tier, the oldest first
+        self._uncopied: set[str] = set()  # of these, those of which peers lack copies
         self._taken: set[str] = set()  # on rank 0, all folders that some tier has
         self._begun = ""  # the folder of a save of which it is not known that it is committed
         self._pinned: dict[str, int] = {}  # folders from which tiers are being filled, how often
@@ -207,7 +208,8 @@ class Tiers:
         """How many times what a rank writes its node will hold, at most; the same on all ranks."""
         nodes = self.nodes(ranks).nodes
         replicas = min(self._replicas, len(nodes) - 1)
-        return (self._keep + 1) * (1 + replicas) * max(len(node.members) for node in nodes)
+        most = self._keep + 1 + len(self._slow)  # each slower tier may be filled from another one
+        return most * (1 + replicas) * max(len(node.members) for node in nodes)
 
     def begin(self, survivors: Survivors, ranks: Group) -> None:
         """Before the first save of a launch: remove what is left of interrupted saves and lost checkpoints."""
@@ -326,6 +328,7 @@ class Tiers:
                 if ranks.combine(is_committed, operator.and_, bool):
                     self._begun = ""
                     self._folders.append(folder)
+                    self._uncopied.add(folder)
                     self._copy(folder, step, ranks, everywhere=everywhere)
         except Exception as error:  # noqa: BLE001 - the training goes on
             _log.warning(
@@ -359,7 +362,8 @@ class Tiers:
         for number in copied.due:
             self._begin_fill(self._slow[number], folder, step, keys)
         if not copied.failures:
-            self._remove_old(ranks)
+            self._uncopied.discard(folder)
+        self._remove_old(ranks)
 
     def _copy_from_peers(
         self, folder: str, documents: frozenset[str], nodes: Nodes, ranks: Group
@@ -456,11 +460,18 @@ class Tiers:
         return LocalStore(f"{self.store.url}/{folder}").confined(lambda _: False)
 
     def _remove_old(self, ranks: Group) -> None:
-        """Remove what the fast tier does not keep, except what tiers are being filled from."""
+        """Remove what the fast tier does not keep, except what tiers are being filled from.
+
+        The newest stays, and the newest of which all copies are made, even if these are more than it keeps.
+        """
+        copied = [f for f in self._folders if f not in self._uncopied]
+        least = dict.fromkeys([*self._folders[-1:], *copied[-1:]])
+        order = list(dict.fromkeys([*least, *reversed(self._folders)]))
         with self._changing:
-            old = [f for f in self._folders[: -self._keep] if not self._pinned.get(f)]
-        self._folders = [f for f in self._folders if f not in old]
+            old = [f for f in order[max(self._keep, len(least)) :] if not self._pinned.get(f)]
         self._remove(old, ranks)
+        self._folders = [f for f in self._folders if f not in old]
+        self._uncopied.intersection_update(self._folders)
 
     def _remove(self, folders: Collection[str], ranks: Group) -> None:
         """Remove folders of the fast tier on this node, the manifest of each first."""
