@@ -17,7 +17,7 @@ from tests.patience import PATIENCE
 from tests.torch.tiers.simulated import ATTEMPT, simulated, step
 from ucformat.errors import UnsafeError, UnsupportedError, UsageError
 from ucformat.format.described import packed_file
-from ucformat.schema import MANIFEST
+from ucformat.schema import MANIFEST, TOMBSTONE
 from ucformat.storage.local import LocalStore
 from ucformat.testing.stores import put
 from ucformat.torch.comm.wire import decode, encode
@@ -210,6 +210,28 @@ def test_a_file_is_read_where_it_is_and_lost_where_it_is_nowhere(
             assert chosen == nodes
     assert places.locate(MANIFEST) == 0
     assert places.locate("objects/none") == (nodes if is_in_tier else None)
+
+
+def test_slower_tiers_serve_what_no_node_has() -> None:
+    """Also what an interrupted copy has left there, but after one that has the whole checkpoint."""
+    folder, placed = "step-00000001", ("step-00000001", "1" * 32)
+    keys = [packed_file(f"data/{ATTEMPT}", n) for n in range(3)]
+    contents = on_nodes([{0}]) + Contents(files={(folder, ATTEMPT): ((1, ((0, 2),)),)})
+    places, lost = choose_places(copies_of(contents, placed, ATTEMPT, 1), folder, keys)
+    assert places.files.tolist() == [0, 1, -1]
+    assert lost == keys[2:]
+    contents += Contents({placed: step(1)}, {placed: ((2, 3),)})
+    places, lost = choose_places(copies_of(contents, placed, ATTEMPT, 1), folder, keys)
+    assert places.files.tolist() == [0, 2, 2]
+    assert not lost
+
+
+def test_what_is_being_removed_from_a_slower_tier_is_not_used(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for folder in ("step-00000007", "step-00000008"):
+        put(store, f"{folder}/data/{ATTEMPT}/rank-00000.bin")
+    put(store, f"step-00000008/{TOMBSTONE}")
+    assert list(contents_of(store, 1, partial=False).files) == [("step-00000007", ATTEMPT)]
 
 
 @given(holdings, st.randoms(use_true_random=False))

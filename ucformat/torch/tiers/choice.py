@@ -62,11 +62,13 @@ class Copies:
         files: of packed files, by place.
         documents: by key.
         whole: those that have the whole checkpoint.
+        leftovers: as `files`, of tiers in which it is not committed.
     """
 
     files: tuple[tuple[int, Ranges], ...]
     documents: Mapping[str, tuple[int, ...]]
     whole: tuple[int, ...]
+    leftovers: tuple[tuple[int, Ranges], ...] = ()
 
 
 def copies_of(contents: Contents, placed: Placed, attempt: str, nodes: int) -> Copies:
@@ -85,10 +87,12 @@ def copies_of(contents: Contents, placed: Placed, attempt: str, nodes: int) -> C
             for key in keys:
                 documents[key] += _numbers(ranges)
     documents[MANIFEST] = [n for n in manifests if n < nodes]
+    files = contents.files.get((folder, attempt), ())
     return Copies(
-        contents.files.get((folder, attempt), ()),
+        tuple(at for at in files if at[0] < nodes),
         {key: tuple(sorted(numbers)) for key, numbers in documents.items()},
         tuple(n for n in manifests if n >= nodes),
+        tuple(at for at in files if at[0] >= nodes),
     )
 
 
@@ -102,7 +106,8 @@ def choose_places(
     """Choose a place for each file.
 
     Of the packed files, each node serves about as many as the others; a file is read on the node
-    that runs the rank of its number, if that has it. Slower tiers serve what no node has.
+    that runs the rank of its number, if that has it. Slower tiers serve what no node has: one that has all of the
+    checkpoint, or else one in which it is not committed.
 
     Args:
         keys: of all files of the checkpoint.
@@ -112,11 +117,7 @@ def choose_places(
     Returns:
         the places, and the keys of files that no place has.
     """
-    by_number: defaultdict[int, list[int]] = defaultdict(list)
-    for place, ranges in copies.files:
-        for start, stop in ranges:
-            for number in range(start, stop):
-                by_number[number].append(place)
+    by_number, leftovers = _by_number(copies.files), _by_number(copies.leftovers)
     wanted = list(keys)
     numbers = {key: at for key in wanted if (at := number_of(key)) is not None}
     files = np.full(max(numbers.values(), default=-1) + 1, -1, np.int32)
@@ -130,7 +131,8 @@ def choose_places(
         )
         intact = [n for n in with_it if (n, key) not in damaged]
         if not intact:
-            intact = [n for n in copies.whole if (n, key) not in damaged][:1]
+            others = leftovers.get(-1 if own_number is None else own_number, ())
+            intact = [n for n in (*copies.whole, *others) if (n, key) not in damaged][:1]
         if not intact:
             lost.append(key)
             continue
@@ -142,6 +144,14 @@ def choose_places(
         loads[place] += 1
         files[own_number] = place
     return Places(folder, files, documents, copies.whole[0] if copies.whole else -1), lost
+
+
+def _by_number(files: Iterable[tuple[int, Ranges]]) -> dict[int, list[int]]:
+    places: defaultdict[int, list[int]] = defaultdict(list)
+    for place, ranges in files:
+        for number in _numbers(ranges):
+            places[number].append(place)
+    return places
 
 
 def _numbers(ranges: Ranges) -> list[int]:

@@ -69,7 +69,7 @@ def contents_of(store: Store, place: int, *, partial: bool = True) -> Contents:
     Args:
         place: its number.
         partial: whether it may have some files of a committed checkpoint only, as the folder of a
-            node (False: of these nothing is listed but the manifest).
+            node (False: of these nothing is listed but the manifest, and nothing of what is removed).
     """
     numbers: defaultdict[Attempted, list[int]] = defaultdict(list)
     documents: defaultdict[str, list[str]] = defaultdict(list)
@@ -87,25 +87,27 @@ def contents_of(store: Store, place: int, *, partial: bool = True) -> Contents:
     here: Ranges = ((place, place + 1),)
     steps: dict[Placed, RunStep] = {}
     unreadable: dict[str, str] = {}
+    removed = {folder for folder in folders if TOMBSTONE in documents[folder]}
     for folder, step in folders.items():
-        if MANIFEST not in documents[folder] or TOMBSTONE in documents[folder]:
+        if MANIFEST not in documents[folder] or folder in removed:
             continue
         url = f"{store.url}/{folder}"
         try:
             read = read_step(url, step)
         except NotACheckpoint:  # removed at this instant
+            removed.add(folder)
             continue
         except (IntegrityError, UpgradeNeeded) as error:
             unreadable[folder] = error.message
             continue
         if not read.is_remnant:
             steps[folder, read.id] = read
-    whole = set() if partial else {folder for folder, _ in steps}
+    unused = set() if partial else removed | {folder for folder, _ in steps}
     return Contents(
         steps,
         dict.fromkeys(steps, here),
         unreadable,
-        {at: ((place, ranges_of(n)),) for at, n in numbers.items() if at[0] not in whole},
+        {at: ((place, ranges_of(n)),) for at, n in numbers.items() if at[0] not in unused},
         {(f, tuple(sorted(keys))): here for f, keys in documents.items() if partial and keys},
     )
 
