@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ import pytest
 from tests.torch.ranks import Ranks
 from tests.torch.runs import state_at
 from tests.torch.tiers.acts import ACTS
-from ucformat.errors import UnsupportedError
+from ucformat.errors import Conflict, UnsupportedError
+from ucformat.format.digest import with_own_digest
 from ucformat.torch import Increments, Manager, Tier
 from ucformat.torch.tiers.tiers import Tiers
 
@@ -124,3 +126,22 @@ def test_a_file_that_is_gone_or_leads_out_is_not_filled_from(
         manager.save(1, state_at(1))
     assert "step 1 was not saved at" in caplog.text
     assert not (tmp_path / "home" / "step-00000001" / "manifest.json").exists()
+
+
+def test_checkpoints_of_a_later_version_are_not_removed(tmp_path: Path) -> None:
+    tiers = [Tier(tmp_path / "fast", keep=1)]
+    with Manager(tmp_path / "home", tiers=tiers, every=100, signals=()) as manager:
+        manager.save(1, state_at(1))
+    manifest = tmp_path / "fast" / "step-00000001" / "manifest.json"
+    document = json.loads(manifest.read_bytes())
+    document |= {"version": document["version"] + 1}
+    del document["digest"]
+    manifest.write_bytes(with_own_digest(json.dumps(document).encode()))
+    before = manifest.read_bytes()
+    with Manager(tmp_path / "home", tiers=tiers, every=100, signals=()) as manager:
+        for step in (2, 3):
+            manager.save(step, state_at(step))
+        with pytest.raises(Conflict, match="step 1 exists"):
+            manager.save(1, state_at(1))
+    assert manifest.read_bytes() == before
+    assert list(manifest.parent.rglob("rank-00000.bin"))

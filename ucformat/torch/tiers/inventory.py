@@ -45,6 +45,7 @@ class Contents:
         unreadable: the reason, by folder, why a manifest cannot be read.
         files: the numbers of the ranks' files of an attempt, by place.
         documents: the places that have these other files.
+        newer: the folders with a manifest that needs a later version.
     """
 
     steps: Mapping[Placed, RunStep] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class Contents:
     unreadable: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Attempted, tuple[tuple[int, Ranges], ...]] = field(default_factory=dict)
     documents: Mapping[Documents, Ranges] = field(default_factory=dict)
+    newer: tuple[str, ...] = ()
 
     def __add__(self, other: Contents) -> Contents:
         return Contents(
@@ -60,6 +62,7 @@ class Contents:
             {**other.unreadable, **self.unreadable},
             merged(self.files, other.files, lambda a, b: (*a, *b)),
             merged(self.documents, other.documents, adjoined),
+            tuple(sorted({*self.newer, *other.newer})),
         )
 
 
@@ -87,6 +90,7 @@ def contents_of(store: Store, place: int, *, partial: bool = True) -> Contents:
     here: Ranges = ((place, place + 1),)
     steps: dict[Placed, RunStep] = {}
     unreadable: dict[str, str] = {}
+    newer: list[str] = []
     removed = {folder for folder in folders if TOMBSTONE in documents[folder]}
     for folder, step in folders.items():
         if MANIFEST not in documents[folder] or folder in removed:
@@ -99,6 +103,8 @@ def contents_of(store: Store, place: int, *, partial: bool = True) -> Contents:
             continue
         except (IntegrityError, UpgradeNeeded) as error:
             unreadable[folder] = error.message
+            if isinstance(error, UpgradeNeeded):
+                newer.append(folder)
             continue
         if not read.is_remnant:
             steps[folder, read.id] = read
@@ -109,6 +115,7 @@ def contents_of(store: Store, place: int, *, partial: bool = True) -> Contents:
         unreadable,
         {at: ((place, ranges_of(n)),) for at, n in numbers.items() if at[0] not in unused},
         {(f, tuple(sorted(keys))): here for f, keys in documents.items() if partial and keys},
+        tuple(sorted(newer)),
     )
 
 

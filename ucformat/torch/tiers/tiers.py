@@ -223,8 +223,9 @@ class Tiers:
                 *(f for f, _ in contents.files),
             }
             places |= {f for f, _ in contents.documents}
-            removed = tuple(sorted(places - set(folders)))
-            self._taken = {*folders, *survivors.in_tiers()}
+            kept = {*folders, *contents.newer}
+            removed = tuple(sorted(places - kept))
+            self._taken = kept | survivors.in_tiers()
             return _Cleared(folders, removed)
 
         cleared: _Cleared = ranks.combine(None, then=clear, answer_kind=_Cleared)
