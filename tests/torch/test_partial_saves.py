@@ -279,6 +279,35 @@ def test_choice_by_load_and_the_share_of_lost_tokens(tmp_path: Path) -> None:
     assert saved(Experts(), None) is None  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("how", ["whole", "resumed", "uncounted"])
+def test_lost_tokens_stay_lost_where_everything_is_saved(how: str, tmp_path: Path) -> None:
+    training = Training()
+    layer = "layers.0.experts"
+
+    def saved(count: int, **more: Any) -> Any:
+        training.train()
+        tokens = {f"layers.{n}.experts": [count] * 4 for n in range(2)}
+        training.save(tmp_path, **({"tokens": tokens} | more))
+        return ucformat.open(tmp_path / str(training.step)).manifest.experts
+
+    training.train(2)
+    saved(10)
+    saved(20)  # one expert of each layer has learned of 20, the others of 10
+    lineage = [load(Training(seed=2).state, tmp_path / "4", strict_step=False).lineage]
+    if how == "resumed":  # and the first save after that is whole
+        record = saved(30, lineage=lineage, base=False)
+    else:
+        again = saved(25, lineage=lineage)
+        assert sorted(again.layers[layer].held) == [15, 15, 15, 25]
+        if how == "uncounted":
+            saved(0, lineage=lineage, tokens=None)
+        record = saved(30, lineage=lineage, **({"base": False} if how == "whole" else {}))
+    assert not ucformat.open(tmp_path / str(training.step)).older
+    assert sorted(record.layers[layer].held) == [20, 20, 20, 30]
+    assert record.layers[layer].stored == record.layers[layer].held
+    assert record.lost == pytest.approx(30 / 120)
+
+
 def test_counts_that_the_base_lacks_save_everything(tmp_path: Path) -> None:
     training = Training()
     training.train(3)

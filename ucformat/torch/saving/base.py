@@ -24,12 +24,12 @@ def open_base(base: str | None, home: str) -> Base | None:
 
     The newest one in the folder is none if no further one can be based on it: a training goes on.
     """
-    place = _newest_beside(home) if base == LATEST else base
+    place = newest_beside(home) if base == LATEST else base
     opened = None if place is None else Base(open_reference(place), home)
     return None if opened is not None and base == LATEST and opened.is_deepest else opened
 
 
-def _newest_beside(home: str) -> str | None:
+def newest_beside(home: str) -> str | None:
     """The place of the newest checkpoint in the same folder, other than at the place itself."""
     from ucformat.torch.manager.steps import read_step  # few saves need it
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.increments import Base
-    from ucformat.schema.manifest import LineageDoc, Manifest
+    from ucformat.schema.manifest import Manifest
     from ucformat.schema.tensors import TensorDoc
     from ucformat.torch.state.local import LocalState
 
@@ -201,6 +201,14 @@ class HeldByRanks:
     others: bytes
 
 
+@message
+class RecordBefore:
+    """The last record of tokens of a training, and whether it was restarted since."""
+
+    record: ExpertsDoc | None = None
+    resumed: bool = False
+
+
 def counts_of(experts: ChoosesExperts, tokens: Any) -> dict[str, list[int]]:
     if tokens is None:
         if experts.needs_tokens:
@@ -337,7 +345,7 @@ class Selection:
         experts: Experts,
         held: HeldByRanks,
         counts: Mapping[str, Sequence[int]],
-        lineage: Sequence[LineageDoc],
+        before: RecordBefore,
     ) -> tuple[list[TensorDoc], ExpertsDoc | None]:
         """The tensors of the base that stand for experts that are not saved, and the record of tokens.
 
@@ -357,8 +365,8 @@ class Selection:
             for place, expert in self.experts.items()
             if tensors[expert.rows].all() and not others[expert.number]
         }
-        tokens = _Tokens(self, counts, lineage) if counts else None
-        if tokens is not None and tokens.before is None:
+        tokens = _Tokens(self, counts, before) if counts else None
+        if tokens is not None and (tokens.before is None or self.base.experts is None):
             return [], tokens.record(
                 frozenset(self.experts)
             )  # nothing tells what the base has seen
@@ -415,10 +423,21 @@ def _order_of(experts: Experts, ordinal: int, count: int) -> Callable[[_Expert],
 
 
 def record_of(
-    selection: Selection, counts: Mapping[str, Sequence[int]], lineage: Sequence[LineageDoc]
+    selection: Selection, counts: Mapping[str, Sequence[int]], before: RecordBefore
 ) -> ExpertsDoc | None:
     """The record of a save that writes everything."""
-    return _Tokens(selection, counts, lineage).record(None) if counts else None
+    return _Tokens(selection, counts, before).record(None) if counts else None
+
+
+def fits(record: ExpertsDoc, counts: Mapping[str, Sequence[int]]) -> bool:
+    """Whether counts may be those of the same training later."""
+    return {layer: len(doc.seen) for layer, doc in record.layers.items()} == {
+        layer: len(of_layer) for layer, of_layer in counts.items()
+    } and all(
+        now >= then
+        for layer, doc in record.layers.items()
+        for now, then in zip(counts[layer], doc.seen, strict=True)
+    )
 
 
 class _Tokens:
@@ -435,14 +454,12 @@ class _Tokens:
         self,
         selection: Selection,
         counts: Mapping[str, Sequence[int]],
-        lineage: Sequence[LineageDoc],
+        before: RecordBefore,
     ) -> None:
         self._counts, self._selection = counts, selection
-        self.before: ExpertsDoc | None = None
-        self._resumed = False
+        self.before, self._resumed = before.record, before.resumed
         if not selection.has_base:
             return
-        base = selection.base
         layers = {layer: len(experts) for layer, experts in selection.layers.items()}
         given = {layer: len(of_layer) for layer, of_layer in counts.items()}
         if layers != given:
@@ -451,8 +468,6 @@ class _Tokens:
                 f"tokens has {given.get(name, 'no')} counts of {name!r}, which has {layers.get(name, 'no')} experts",
                 hint=f"counts of each expert, by {', '.join(layers)}"[:500],
             )
-        self.before = base.experts
-        self._resumed = any(edge.id == base.id for edge in lineage)
         if (
             self.before is not None
             and {layer: len(doc.seen) for layer, doc in self.before.layers.items()} != given

@@ -6,34 +6,44 @@ ranks together know, which of the base's tensors the program still has, is a bit
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ucformat.errors import UsageError
+from ucformat.errors import UcformatError, UsageError
 from ucformat.geometry.tensor import Key
+from ucformat.references import open_reference
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.wire import message
-from ucformat.torch.saving.base import open_base
+from ucformat.torch.saving.base import newest_beside, open_base
 from ucformat.torch.saving.experts import (
     ExpertNames,
     Experts,
     HeldByRanks,
     PartialSave,
+    RecordBefore,
     Selection,
     check_state,
     counts_of,
+    fits,
     record_of,
 )
 from ucformat.torch.saving.window import Groups, Window, WindowSelection
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from ucformat.jobs.increments import Base
     from ucformat.schema.manifest import Manifest
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.manifest import SaveMetadata
     from ucformat.torch.saving.options import SaveArguments, SaveOptions
     from ucformat.torch.state.local import LocalState
+
+
+_log = logging.getLogger("ucformat")
 
 
 @message
@@ -58,6 +68,7 @@ class _Place:
 
     url: str = ""
     goes_on: bool = False
+    before: RecordBefore = RecordBefore()
 
 
 def leave_experts(
@@ -101,10 +112,11 @@ def leave_experts(
             )
         base = open_base(options.base, open_store(options.url).url)
         if base is None:
-            return _Place()
+            return _Place(before=_record_before(None, options, metadata, counts))
         base.check_depth()
         _check_step(base.manifest, step, base.url)
-        return _Place(base.url, _goes_on(base.manifest, metadata))
+        before = _record_before(base, options, metadata, counts)
+        return _Place(base.url, _goes_on(base.manifest, metadata), before)
 
     lineage = [edge.id or edge.url for edge in metadata.lineage]
     asked = _Asked(
@@ -115,7 +127,7 @@ def leave_experts(
     if not place.url:
         record = None
         if isinstance(names, ExpertNames):
-            record = record_of(Selection(names, None), counts, metadata.lineage)
+            record = record_of(Selection(names, None), counts, place.before)
         options = replace(options, base=None, patch=False)
         return local, options, replace(metadata, partial=PartialSave(record=record))
     from ucformat.torch.loading.share import open_together
@@ -143,7 +155,7 @@ def leave_experts(
             window = selection.document
         else:
             assert isinstance(experts, Experts)  # noqa: S101 - which has no groups
-            left, record = selection.leave(experts, held, counts, metadata.lineage)
+            left, record = selection.leave(experts, held, counts, place.before)
         keys = {Key(doc.name, doc.state) for doc in left}
         kept = tuple(t for t in local.tensors if t.key not in keys)
         bits = selection.bits(left)
@@ -171,6 +183,44 @@ def _check_step(base: Manifest, step: int, url: str) -> None:
             f"step {step} cannot take experts from {url}, which has {has}",
             hint="base= an earlier checkpoint of the same training, or base=False to save everything",
         )
+
+
+def _record_before(
+    base: Base | None,
+    options: SaveOptions,
+    metadata: SaveMetadata,
+    counts: Mapping[str, Sequence[int]],
+) -> RecordBefore:
+    """The last record of tokens: a whole save, and one on a base without counts, make no tokens good again."""
+    if not counts:
+        return RecordBefore()
+    ids = {edge.id for edge in metadata.lineage}
+    if base is not None and base.manifest.experts is not None:
+        return RecordBefore(base.manifest.experts, base.manifest.id in ids)
+    newest = newest_beside(open_store(options.url).url) if base is None else base.url
+    for place in dict.fromkeys((newest, *(edge.url for edge in metadata.lineage))):
+        for manifest in () if place is None else _manifests_from(place, metadata):
+            record = manifest.experts
+            is_earlier = (manifest.step or 0) < (metadata.step or 0)
+            if record is not None and is_earlier and fits(record, counts):
+                return RecordBefore(record, not _goes_on(manifest, metadata))
+    return RecordBefore()
+
+
+def _manifests_from(place: str, metadata: SaveMetadata) -> Iterator[Manifest]:
+    """The manifests of a checkpoint of the same training, and of those that it is based on, the newest first."""
+    try:
+        universal = open_reference(place).universal
+        if universal is None:
+            return
+        named = universal.manifest.id in {edge.id for edge in metadata.lineage}
+        if named or _goes_on(universal.manifest, metadata):
+            bases = universal.bases
+            below = [bases.opened(n).manifest for n in range(len(bases.docs))]
+            yield universal.manifest
+            yield from sorted(below, key=lambda m: m.step or 0, reverse=True)
+    except UcformatError as error:
+        _log.warning("tokens that were lost up to %s are not counted: %s", place, error.message)
 
 
 def _goes_on(base: Manifest, metadata: SaveMetadata) -> bool:
