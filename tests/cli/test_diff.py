@@ -66,6 +66,7 @@ def test_of_the_catalog(run: Run, catalog: Path, entry: Callable[[str], Entry]) 
         "id": entry("run7@1000").id,
         "name": "run7@1000",
         "url": "/nowhere/run7/1000",
+        "older": None,
     }
     assert found["equal"] is False
     assert found["config"] == [{"path": "optimizer.lr", "a": 3e-4, "b": 6e-4}]

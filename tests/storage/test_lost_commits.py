@@ -98,9 +98,9 @@ def test_a_save_that_is_interrupted_within_its_commit(
 ) -> None:
     from ucformat.format.commit import commit
 
-    def interrupted(store: Store, attempt: Attempt, manifest: Manifest) -> None:
+    def interrupted(store: Store, attempt: Attempt, manifest: Manifest, **how: Any) -> None:
         if after is KeyboardInterrupt:
-            commit(store, attempt, manifest)
+            commit(store, attempt, manifest, **how)
         raise after("now")
 
     monkeypatch.setattr("ucformat.torch.saving.save.commit", interrupted)

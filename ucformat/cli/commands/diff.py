@@ -19,7 +19,7 @@ from ucformat.cli.ui.where import workers_option
 from ucformat.texts import count, plural, shape_text, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ucformat.catalog.catalog import Catalog
     from ucformat.catalog.content import ListedTensor
@@ -83,7 +83,7 @@ def diff(
     differences = _Differences(
         _diff(a, b, options),
         _read_values(a, b, options, reading.workers, out) if reading.values else None,
-        (_older(a, options), _older(b, options)),
+        lambda: (_older(a, options), _older(b, options)),
     )
     equal = not any(differences.differs(part) for part in chosen)
     out.result(
@@ -100,12 +100,13 @@ class _Differences:
     """The differences in the catalog or manifests, and those of the values if they were read.
 
     Attributes:
-        older: how many tensors of each side are of earlier steps than it; None where it cannot be opened.
+        count_older: returns how many tensors of each side are of earlier steps than it; None where it
+            cannot be opened.
     """
 
     diff: Diff
     values: list[TensorDifference] | None
-    older: tuple[int | None, int | None]
+    count_older: Callable[[], tuple[int | None, int | None]]
 
     def changed(self, part: str) -> Sequence[Changed]:
         """The changes in a part other than the tensors."""
@@ -172,7 +173,7 @@ def _lines(
 def _older_lines(
     differences: _Differences, names: tuple[str, str], chosen: Sequence[str]
 ) -> Iterator[str]:
-    for name, older in zip(names, differences.older, strict=True):
+    for name, older in zip(names, differences.count_older(), strict=True):
         if older and "tensors" in chosen:
             yield f"{plural(older, 'tensor')} of {name} {'is' if older == 1 else 'are'} older than its step"
 
@@ -223,7 +224,7 @@ def _data(differences: _Differences, chosen: Sequence[str], *, equal: bool) -> d
 
     data: dict[str, Any] = {
         side: _side(getattr(differences.diff, side)) | {"older": older}
-        for side, older in zip("ab", differences.older, strict=True)
+        for side, older in zip("ab", differences.count_older(), strict=True)
     }
     data["equal"] = equal
     for part in _PARTS[:-1]:

@@ -14,9 +14,6 @@ from ucformat.cli.ui.output import terminal_width
 from ucformat.cli.ui.text import table
 from ucformat.cli.ui.timings import heat_lines
 from ucformat.errors import UcformatError, UsageError
-from ucformat.jobs.timings import save_timings
-from ucformat.references import open_entry
-from ucformat.storage.concurrency import map_io
 from ucformat.texts import ago, bytes_text, count, plural
 
 if TYPE_CHECKING:
@@ -111,6 +108,10 @@ def _table(listed: Sequence[RunEntry], metric: str | None) -> Iterator[str]:
 
 def _saves(catalog: Catalog, run: str, where: str, out: Output) -> list[dict[str, Any]]:
     """What the newest saves of a run recorded of their ranks, the oldest first."""
+    from ucformat.jobs.timings import save_timings
+    from ucformat.references import open_entry
+    from ucformat.storage.concurrency import map_io
+
     own = f"run = {quoted(run)} and kind = 'ucformat'"
     chosen = f"({where}) and {own}" if where.strip() else own
     entries = catalog.find(chosen, limit=_SAVES)

@@ -371,7 +371,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         ],
         "lossy": _lossy(ck),
         "older": _older(ck),
-        "lost": ck.manifest.experts.lost if ck.manifest.experts else None,
+        "lost": manifest.experts.lost if manifest and manifest.experts else None,
         "unreadable": [
             {"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()
         ],
