@@ -374,10 +374,10 @@ def a_lost_copy_is_told(place: Path, rank: int) -> None:
     """Of a peer that has no room; the checkpoint is there, and the last one with copies stays."""
     copy = copying.copy_from_peers
 
-    def fail(*arguments: Any) -> int:
+    def fail(*arguments: Any) -> None:
         if rank:
             raise UcformatError("no space left")
-        return copy(*arguments)
+        copy(*arguments)
 
     with manager_of(place, every=100, keep=1) as manager:
         manager.save(1, state_at(1))

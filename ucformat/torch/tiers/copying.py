@@ -15,7 +15,6 @@ from ucformat.jobs.copy import packed_item, transfer
 from ucformat.schema import MANIFEST
 from ucformat.storage.base import exists, read_parts
 from ucformat.storage.upload import unit_for
-from ucformat.torch.comm.wire import message
 from ucformat.torch.tiers.inventory import number_of
 from ucformat.torch.tiers.peer import PeerStore
 
@@ -52,8 +51,7 @@ def write_documents(
     store: Store, documents: Mapping[str, bytes], nodes: Nodes, ranks: Group
 ) -> None:
     """Write these files on this node, unless it is that of rank 0; one of its ranks does it."""
-    own = nodes.nodes[nodes.number_of(ranks.rank)]
-    if own.first == ranks.rank and ranks.rank:
+    if ranks.rank and nodes.of(ranks.rank).first == ranks.rank:
         for key in sorted(documents, key=lambda key: key == MANIFEST):  # the manifest last
             with store.create(key) as out:
                 out.write(documents[key])
@@ -68,8 +66,8 @@ def copy_from_peers(
     documents: Collection[str],
     nodes: Nodes,
     ranks: Group,
-) -> int:
-    """Copy this rank's share of the files that other nodes have written of a checkpoint; returns their bytes.
+) -> None:
+    """Copy this rank's share of the files that other nodes have written of a checkpoint.
 
     Those nodes are copying, too: what they have of others is left aside.
 
@@ -79,8 +77,8 @@ def copy_from_peers(
         sources: the numbers of the nodes of which this node keeps copies.
         documents: the keys of files that every node gets from rank 0.
     """
-    own = nodes.nodes[nodes.number_of(ranks.rank)].members
-    position, nbytes = own.index(ranks.rank), 0
+    own = nodes.of(ranks.rank).members
+    position = own.index(ranks.rank)
     for number in sources:
         members = nodes.nodes[number].members
         shares: dict[int | None, int] = {rank: place for place, rank in enumerate(members)}
@@ -90,16 +88,15 @@ def copy_from_peers(
             listed = sorted({info.key for info in peer.list()}.difference(documents))
             numbered = [(key, shares.get(number_of(key))) for key in listed]
             mine = [key for key, n in numbered if n is not None and n % len(own) == position]
-            nbytes += copy_files(peer, store, mine)
+            copy_files(peer, store, mine)
         finally:
             peer.close()
     store.flush()
-    return nbytes
 
 
-def copy_files(source: Store, target: Store, keys: Iterable[str]) -> int:
-    """Copy files that the target lacks; returns their bytes."""
-    total, there = 0, {info.key: info.size for info in target.list()}
+def copy_files(source: Store, target: Store, keys: Iterable[str]) -> None:
+    """Copy files that the target lacks."""
+    there = {info.key: info.size for info in target.list()}
     for key in keys:
         size = source.info(key).size
         if there.get(key) == size:  # of an interrupted copy
@@ -108,16 +105,6 @@ def copy_files(source: Store, target: Store, keys: Iterable[str]) -> int:
         with target.create(key, unit_for(size)) as out:
             for _, part in read_parts(source, key, size):
                 out.write(part)
-        total += size
-    return total
-
-
-@message
-class _Begun:
-    """The checkpoint whose files are copied; `done` if it is there already."""
-
-    id: str
-    done: bool = False
 
 
 def fill(
@@ -126,7 +113,7 @@ def fill(
     documents: Collection[str],
     own_keys: Sequence[str],
     ranks: Group,
-) -> bool:
+) -> None:
     """Copy a checkpoint of the fast tier to a slower one, and commit it there; all ranks call this together.
 
     Files of ranks are compared with their checksums while they are copied.
@@ -136,28 +123,25 @@ def fill(
         url_store: where it is copied to.
         documents: the keys of what rank 0 has besides files of ranks.
         own_keys: of the files that this rank copies.
-
-    Returns:
-        whether it was copied (False: it was there).
     """
     begun: tuple[Attempt, Manifest, bytes] | None = None
 
-    def start(_: None) -> _Begun:
+    def start(_: None) -> bool:
         nonlocal begun
         data, _version = store.read_versioned(MANIFEST)
         manifest = committed_manifest(data, store.url)
         if exists(url_store, MANIFEST):
             there = committed_manifest(url_store.read(MANIFEST), url_store.url)
             if there.id == manifest.id:
-                return _Begun(manifest.id, done=True)
+                return True
         plan = {"tier": manifest.id}
         attempt = begin(url_store, plan, overwrite=False, name=manifest.attempt, keeps=manifest.id)
         begun = (attempt, manifest, data)
-        return _Begun(manifest.id)
-
-    answer: _Begun = ranks.combine(None, then=start, answer_kind=_Begun)
-    if answer.done:
         return False
+
+    is_there: bool = ranks.combine(None, then=start, answer_kind=bool)
+    if is_there:
+        return
     failure: Exception | None = None
     try:
         others = [key for key in own_keys if number_of(key) is None]
@@ -183,4 +167,3 @@ def fill(
         if begun is not None and ranks.intact:
             discard(url_store, begun[0].id)
         raise
-    return True

@@ -53,6 +53,10 @@ class Nodes:
         numbers = {rank: n for n, node in enumerate(self.nodes) for rank in node.members}
         return [numbers[rank] for rank in range(len(numbers))]
 
+    def of(self, rank: int) -> Node:
+        """Return the node of a rank."""
+        return self.nodes[self.number_of(rank)]
+
     def number_of(self, rank: int) -> int:
         """Return the number of the node of a rank."""
         return next(

@@ -58,7 +58,7 @@ _KEEP = 2  # checkpoints of the fast tier
 _REFUSED = {
     "base": "what equals another checkpoint would be read there, which may not survive",
     "patch": "a patch needs another checkpoint, which may not survive",
-    "overwrite": "checkpoints of a step are replaced where they are found damaged, and else kept",
+    "overwrite": "a step that a tier has already is saved beside it",
     "chunk_bytes": "the first tier has packed files",
     "shard_bytes": "the first tier has packed files",
 }
@@ -436,7 +436,7 @@ class Tiers:
         self, store: LocalStore, documents: frozenset[str], nodes: Nodes, ranks: Group
     ) -> list[str]:
         """The files that this rank copies: its own, be it there or not, and others that only this node has."""
-        first = nodes.nodes[nodes.number_of(ranks.rank)].first == ranks.rank
+        first = nodes.of(ranks.rank).first == ranks.rank
         own_file = packed_file(f"data/{read_manifest(store)[0].attempt}", ranks.rank)
         others = (info.key for info in store.list()) if first else ()
         return [own_file, *(k for k in others if number_of(k) is None and k not in documents)]
@@ -478,7 +478,7 @@ class Tiers:
         """Remove folders of the fast tier on this node, the manifest of each first."""
         assert self._nodes is not None  # noqa: S101 - as above
         nodes = self._nodes[1]
-        if nodes.nodes[nodes.number_of(ranks.rank)].first != ranks.rank:
+        if nodes.of(ranks.rank).first != ranks.rank:
             return
         for folder in folders:
             self.store.delete(f"{folder}/{MANIFEST}")
