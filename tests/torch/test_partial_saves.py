@@ -17,8 +17,9 @@ from ucformat.errors import Conflict, NotCertified, StateMismatch, UnsupportedEr
 from ucformat.jobs.increments import Base
 from ucformat.schema.manifest import STEPS
 from ucformat.torch import Experts, Manager, Window, async_save, load, save
+from ucformat.torch.comm.merging import bits_of
 from ucformat.torch.saving import background
-from ucformat.torch.saving.experts import ExpertNames, PartialSave, bits_of_rows, left_tensors
+from ucformat.torch.saving.experts import ExpertNames, PartialSave, left_tensors
 from ucformat.torch.saving.options import SaveOptions
 from ucformat.torch.saving.save import save_local
 from ucformat.torch.state import memory
@@ -402,7 +403,7 @@ def test_a_base_that_was_replaced_under_its_id_is_refused(tmp_path: Path) -> Non
         training.train()
         training.save(tmp_path)
     base = Base(ucformat.open(tmp_path / "2"), str(tmp_path / "3"))
-    bits = bits_of_rows((True for _ in base.manifest.tensors), len(base.manifest.tensors))
+    bits = bits_of(True for _ in base.manifest.tensors)
     partial = PartialSave(base.manifest.id, base.manifest.attempt, bits)
     assert len(left_tensors(base, partial)) == len(base.manifest.tensors)
     ucformat.compact(tmp_path / "2")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ucformat.format.commit import Attempt
     from ucformat.format.universal import Universal
     from ucformat.schema.manifest import Manifest
+    from ucformat.schema.tensors import TensorTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ class _Owner:
     id: str
     place: str
     attempt: str
+
+
+def row_alike(table: TensorTable, info: TensorInfo) -> tuple[int, TensorDoc] | None:
+    """The tensor of the same name, state, dtype and shape, if its fingerprint is known, and its row."""
+    row = table.row(*info.key)
+    doc = None if row is None else table[row]
+    if row is None or doc is None or doc.fingerprint is None:
+        return None
+    return (row, doc) if (doc.stored_dtype, doc.shape) == (info.dtype, info.shape) else None
 
 
 class Base:
@@ -137,12 +147,8 @@ class Base:
 
     def alike(self, info: TensorInfo) -> TensorDoc | None:
         """The base's tensor of the same name, state, dtype and shape, if its fingerprint is known."""
-        table = self.manifest.tensors
-        row = table.row(*info.key)
-        doc = None if row is None else table[row]
-        if doc is None or doc.fingerprint is None:
-            return None
-        return doc if (doc.stored_dtype, doc.shape) == (info.dtype, info.shape) else None
+        alike = row_alike(self.manifest.tensors, info)
+        return None if alike is None else alike[1]
 
     def referenced(
         self,

@@ -28,7 +28,7 @@ from ucformat.geometry.tensor import Key
 from ucformat.reading.readable import path_spelled
 from ucformat.reading.state_names import dotted
 from ucformat.storage.concurrency import gc_paused
-from ucformat.torch.comm.merging import adjoined, merged
+from ucformat.torch.comm.merging import adjoined, bits_of, merged
 from ucformat.torch.comm.wire import Addressed, decode, encode, message
 from ucformat.torch.saving.in_place import OTHER_FORMS, WeightFilesPlan
 from ucformat.torch.saving.shards import GlobalPlan, PlannedTensors
@@ -43,7 +43,6 @@ from ucformat.torch.saving.statement import (
     StatedFacts,
     StatedObjects,
     Summary,
-    bits_of,
     written_rows,
 )
 

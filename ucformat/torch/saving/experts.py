@@ -12,8 +12,10 @@ import numpy as np
 
 from ucformat.errors import Conflict, UsageError
 from ucformat.geometry.patterns import compile_pattern
+from ucformat.jobs.increments import row_alike
 from ucformat.schema.limits import MAX_CHAIN, MAX_INTEGER
 from ucformat.schema.manifest import ExpertLayerDoc, ExpertsDoc, WindowDoc
+from ucformat.torch.comm.merging import bits_of, ones_of
 from ucformat.torch.comm.wire import message
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from ucformat.geometry.tensor import TensorInfo
     from ucformat.jobs.increments import Base
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.tensors import TensorDoc
@@ -189,8 +190,7 @@ def left_tensors(base: Base, partial: PartialSave | None) -> list[TensorDoc]:
             hint="save again",
         )
     table = base.manifest.tensors
-    rows = np.flatnonzero(np.unpackbits(np.frombuffer(partial.left, np.uint8), count=len(table)))
-    return [table[row] for row in rows.tolist()]
+    return [table[row] for row in ones_of(partial.left)]
 
 
 @message
@@ -250,11 +250,6 @@ def _texts(values: Any) -> Iterator[str]:
         for key, value in values.items():
             yield key
             yield from _texts(value)
-
-
-def bits_of_rows(bits: Iterable[bool], count: int) -> bytes:
-    """A bit for each row of a table."""
-    return np.packbits(np.fromiter(bits, np.bool_, count)).tobytes()
 
 
 def rows_of_bits(bits: bytes, count: int) -> NDArray[np.bool_]:
@@ -323,21 +318,20 @@ class Selection:
 
     def held_by(self, local: LocalState) -> HeldByRanks:
         """What a rank holds of what the base has of experts."""
-        table = self.base.tensors
-        tensors = np.zeros(len(table), np.bool_)
-        others = np.zeros(len(self.experts), np.bool_)
+        table, rows, others = self.base.tensors, set[int](), set[int]()
         for t in local.tensors:
             place = self.names.place(t.info.name)
             expert = None if place is None else self.experts.get(place)
             if expert is None:
                 continue
-            row = table.row(*t.key)
-            if row is not None and is_alike(table[row], t.info):
-                tensors[row] = True
+            alike = row_alike(table, t.info)
+            if alike is not None:
+                rows.add(alike[0])
             else:
-                others[expert.number] = True
+                others.add(expert.number)
         return HeldByRanks(
-            bits_of_rows(tensors, len(table)), bits_of_rows(others, len(self.experts))
+            bits_of(row in rows for row in range(len(table))),
+            bits_of(number in others for number in range(len(self.experts))),
         )
 
     def leave(
@@ -395,21 +389,11 @@ class Selection:
         record = None if tokens is None else tokens.record(frozenset(saved))
         return docs, record
 
-    def bits(self, docs: Iterable[TensorDoc]) -> bytes:
-        """A bit for each tensor of the base: whether it is one of these."""
-        return bits_of_docs(self.base, docs)
-
 
 def bits_of_docs(base: Manifest, docs: Iterable[TensorDoc]) -> bytes:
     """A bit for each tensor of a base: whether it is one of these."""
     keys = {(doc.name, doc.state) for doc in docs}
-    return bits_of_rows(((doc.name, doc.state) in keys for doc in base.tensors), len(base.tensors))
-
-
-def is_alike(doc: TensorDoc, info: TensorInfo) -> bool:
-    """Whether a tensor of a base can stand for one of the program."""
-    is_same = (doc.stored_dtype, doc.shape) == (info.dtype, info.shape)
-    return is_same and doc.fingerprint is not None
+    return bits_of((doc.name, doc.state) in keys for doc in base.tensors)
 
 
 def _order_of(experts: Experts, ordinal: int, count: int) -> Callable[[_Expert], tuple[int, ...]]:
@@ -487,8 +471,8 @@ class _Tokens:
         if self.before is None:
             return seen
         doc = self.before.layers[layer]
-        held = doc.stored if self._resumed else doc.held
-        return held[index] + seen - doc.seen[index]
+        learned = doc.stored if self._resumed else doc.held
+        return learned[index] + seen - doc.seen[index]
 
     def _stored(self, layer: str, index: int, saved: frozenset[Place] | None) -> int:
         if self.before is None or saved is None:

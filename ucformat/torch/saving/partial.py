@@ -10,12 +10,11 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ucformat.errors import UcformatError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
+from ucformat.torch.comm.merging import either
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.base import newest_beside, open_base
 from ucformat.torch.saving.experts import (
@@ -25,6 +24,7 @@ from ucformat.torch.saving.experts import (
     PartialSave,
     RecordBefore,
     Selection,
+    bits_of_docs,
     check_state,
     counts_of,
     fits,
@@ -145,7 +145,7 @@ def leave_experts(
         own = selection.held_by(local)
 
     def both(a: HeldByRanks, b: HeldByRanks) -> HeldByRanks:
-        return HeldByRanks(_either(a.tensors, b.tensors), _either(a.others, b.others))
+        return HeldByRanks(either(a.tensors, b.tensors), either(a.others, b.others))
 
     held: HeldByRanks = ranks.combine(own, both, HeldByRanks, lambda every: every, HeldByRanks)
     with ranks.sharing_errors():
@@ -158,7 +158,7 @@ def leave_experts(
             left, record = selection.leave(experts, held, counts, place.before)
         keys = {Key(doc.name, doc.state) for doc in left}
         kept = tuple(t for t in local.tensors if t.key not in keys)
-        bits = selection.bits(left)
+        bits = bits_of_docs(manifest, left)
         partial = PartialSave(manifest.id, manifest.attempt, bits, record, window)
     return (
         replace(local, tensors=kept),
@@ -228,7 +228,3 @@ def _goes_on(base: Manifest, metadata: SaveMetadata) -> bool:
     began_with = {edge.id for edge in metadata.lineage} - {edge.id for edge in base.lineage}
     launches = [launch and launch.id for launch in (base.launch, metadata.launch)]
     return not began_with and launches[0] == launches[1]
-
-
-def _either(a: bytes, b: bytes) -> bytes:
-    return (np.frombuffer(a, np.uint8) | np.frombuffer(b, np.uint8)).tobytes()

@@ -20,7 +20,7 @@ from ucformat.geometry.tensor import single_extents
 from ucformat.references import open_reference
 from ucformat.schema.tensors import TILES
 from ucformat.storage.concurrency import thread_memory
-from ucformat.torch.comm.merging import merged
+from ucformat.torch.comm.merging import either, merged
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.base import open_base
 
@@ -111,7 +111,7 @@ def agree_on_base(
         return _Answer(base.manifest.id, base.url, changed)
 
     def both(a: Mapping[str, bytes], b: Mapping[str, bytes]) -> dict[str, bytes]:
-        return merged(a, b, _either)
+        return merged(a, b, either)
 
     agreed: _Answer = group.combine(changed, both, Mapping[str, bytes], answer, _Answer)
     if not agreed.id:
@@ -129,10 +129,6 @@ def agree_on_base(
             source, agreed.changed, kept, patch=options.patch, verify=options.verify_changed
         )
     return base, replace(options, form="packed"), patcher
-
-
-def _either(a: bytes, b: bytes) -> bytes:
-    return (np.frombuffer(a, np.uint8) | np.frombuffer(b, np.uint8)).tobytes()
 
 
 class TilePatcher:

@@ -27,7 +27,7 @@ from ucformat.geometry.fingerprint import LANES, Sums, fingerprint_of, packed_su
 from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.reading.readable import StatePath as Path
 from ucformat.storage.concurrency import gc_paused
-from ucformat.torch.comm.merging import Ranges
+from ucformat.torch.comm.merging import Ranges, ones_of
 from ucformat.torch.comm.wire import encode, message
 from ucformat.torch.state.elements import elements_within
 
@@ -226,7 +226,7 @@ class Exceptions:
 
         Those of listed tensors are under the empty digest.
         """
-        out = {digest: _ones(bits) for digest, bits in referenced.items()}
+        out = {digest: ones_of(bits) for digest, bits in referenced.items()}
         gone = {*out.pop(b"", ())}
         left_out = {
             digest: tuple(sorted({*out.get(digest, ()), *self.left_out.get(digest, ())}))
@@ -241,16 +241,6 @@ class Exceptions:
         return [
             (t, BoxList(mesh, t.boxes, t.ranks)) for t in self.listed if self.stored_as(t) == kind
         ]
-
-
-def bits_of(chosen: Iterable[bool]) -> bytes:
-    """A bit for each element."""
-    return np.packbits(np.fromiter(chosen, np.bool_)).tobytes()
-
-
-def _ones(bits: bytes) -> list[int]:
-    ones: list[int] = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8))).tolist()
-    return ones
 
 
 @message

@@ -7,24 +7,15 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ucformat.errors import UsageError
+from ucformat.jobs.increments import row_alike
 from ucformat.schema.limits import MAX_CHAIN
 from ucformat.schema.manifest import WindowDoc
+from ucformat.torch.comm.merging import bits_of
 from ucformat.torch.comm.wire import message
-from ucformat.torch.saving.experts import (
-    ExpertNames,
-    HeldByRanks,
-    bits_of_docs,
-    bits_of_rows,
-    is_alike,
-    rows_of_bits,
-)
+from ucformat.torch.saving.experts import ExpertNames, HeldByRanks, rows_of_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.tensors import TensorDoc
     from ucformat.torch.state.local import LocalState
@@ -160,12 +151,9 @@ class WindowSelection:
     def held_by(self, local: LocalState) -> HeldByRanks:
         """What a rank holds of what the base has."""
         table = self.base.tensors
-        held = np.zeros(len(table), np.bool_)
-        for t in local.tensors:
-            row = table.row(*t.key)
-            if row is not None and is_alike(table[row], t.info):
-                held[row] = True
-        return HeldByRanks(bits_of_rows(held, len(table)), b"")
+        alike = (row_alike(table, t.info) for t in local.tensors)
+        rows = {row for row, _ in filter(None, alike)}
+        return HeldByRanks(bits_of(row in rows for row in range(len(table))), b"")
 
     def leave(self, held: HeldByRanks) -> list[TensorDoc]:
         """The tensors of the base that stand for those that are not saved now.
@@ -199,7 +187,3 @@ class WindowSelection:
         if group is None or group == self.at:
             return True
         return group > self.at and self._groups.is_needed(name, state)
-
-    def bits(self, docs: Iterable[TensorDoc]) -> bytes:
-        """A bit for each tensor of the base: whether it is one of these."""
-        return bits_of_docs(self.base, docs)
