@@ -176,7 +176,7 @@ class SaveOptions:
     @classmethod
     def of(cls, url: str, arguments: RunArguments) -> SaveOptions:
         """Create them from the arguments of `save`."""
-        names = {f.name for f in fields(cls)} - {"base", "encode"}
+        names = {f.name for f in fields(cls)} - {"announced", "base", "encode"}
         base = arguments.get("base")
         if base is None and arguments.get("partial") is not None:
             base = LATEST
@@ -185,6 +185,7 @@ class SaveOptions:
         return cls(
             url,
             base=None if base is None else path_text(base),
+            announced=not arguments.get("times"),  # the fast tier of a node is in no catalog
             encode=dict(arguments.get("encode") or {}),
             **{k: v for k, v in arguments.items() if k in names},  # type: ignore[arg-type]
         )

@@ -254,12 +254,7 @@ def _commit(
         manifest = manifest_of(store, options, metadata, plan, plan.begun, all_written)
         keep_files = True  # also if the commit is interrupted
         try:
-            return commit(
-                store,
-                plan.begun.attempt,
-                manifest,
-                announced=options.announced and not options.times,
-            ).id
+            return commit(store, plan.begun.attempt, manifest, announced=options.announced).id
         except Exception as error:
             keep_files = isinstance(error, Uncertain)
             raise
