@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ucformat.catalog.content import ListedTensor
     from ucformat.catalog.diff import Changed, Diff
     from ucformat.catalog.entries import Entry
+    from ucformat.checkpoint import Checkpoint
     from ucformat.cli.ui.output import Output
     from ucformat.jobs.compare import TensorDifference
 
@@ -80,10 +82,12 @@ def diff(
     chosen = _chosen(parts)
     if reading.values and "tensors" not in chosen:
         raise click.UsageError("--values compares tensors, which --what leaves out")
+    opened = _opener(options)
     differences = _Differences(
-        _diff(a, b, options),
-        _read_values(a, b, options, reading.workers, out) if reading.values else None,
-        lambda: (_older(a, options), _older(b, options)),
+        # with options the checkpoints have to be opened, whatever the catalog has of them
+        _diff(a, b, opened, is_recorded=not options),
+        _read_values(opened(a), opened(b), reading.workers, out) if reading.values else None,
+        lambda: (_older(a, opened), _older(b, opened)),
     )
     equal = not any(differences.differs(part) for part in chosen)
     out.result(
@@ -133,20 +137,27 @@ def _chosen(text: str) -> list[str]:
     return [part for part in _PARTS if part in chosen]
 
 
-def _diff(a: str, b: str, options: dict[str, Any] | None) -> Diff:
+def _opener(options: dict[str, Any] | None) -> Callable[[str], Checkpoint]:
+    """A function that opens each checkpoint once."""
+    from ucformat.cli.ui.options import open_any
+
+    return cache(partial(open_any, options=options))
+
+
+def _diff(a: str, b: str, opened: Callable[[str], Checkpoint], *, is_recorded: bool) -> Diff:
     """Compare two checkpoints in the catalog if it has both, else their manifests."""
     from ucformat.errors import NotFound
     from ucformat.settings import load_settings
 
     if load_settings().catalog_url() is None:
-        return _diff_opened(a, b, None, options)
+        return _diff_opened(a, b, None, opened)
     with opened_catalog() as catalog:
         try:
-            if not options:  # else the checkpoints have to be opened with them
+            if is_recorded:
                 return catalog.diff(a, b)
         except NotFound:
             pass
-        return _diff_opened(a, b, catalog, options)
+        return _diff_opened(a, b, catalog, opened)
 
 
 def _lines(
@@ -173,8 +184,9 @@ def _lines(
 def _older_lines(
     differences: _Differences, names: tuple[str, str], chosen: Sequence[str]
 ) -> Iterator[str]:
-    for name, older in zip(names, differences.count_older(), strict=True):
-        if older and "tensors" in chosen:
+    counts = differences.count_older() if "tensors" in chosen else ()
+    for name, older in zip(names, counts, strict=False):
+        if older:
             yield f"{plural(older, 'tensor')} of {name} {'is' if older == 1 else 'are'} older than its step"
 
 
@@ -281,13 +293,11 @@ def _bare(differences: _Differences, chosen: Sequence[str]) -> Iterator[str]:
 
 
 def _read_values(
-    a: str, b: str, options: dict[str, Any] | None, workers: int | None, out: Output
+    left: Checkpoint, right: Checkpoint, workers: int | None, out: Output
 ) -> list[TensorDifference]:
     """Compare the tensors with the same name, state and shape in both checkpoints, element by element."""
-    from ucformat.cli.ui.options import open_any
     from ucformat.jobs.compare import compare
 
-    left, right = open_any(a, options), open_any(b, options)
     with out.progress("comparing") as progress:
         return list(compare(left, right, workers=workers, progress=progress))
 
@@ -335,18 +345,19 @@ def _value_lines(values: Sequence[TensorDifference], width: int | None) -> Itera
     yield f"{plural(len(same), 'tensor')} the same, {count(by_digest)} of them by their digests"
 
 
-def _older(ref: str, options: dict[str, Any] | None) -> int | None:
+def _older(ref: str, opened: Callable[[str], Checkpoint]) -> int | None:
     """How many tensors of a checkpoint are older than its step; None if it cannot be opened."""
-    from ucformat.cli.ui.options import open_any
     from ucformat.errors import UcformatError
 
     try:
-        return len(open_any(ref, options).older)
+        return len(opened(ref).older)
     except UcformatError:  # the catalog may know what is gone
         return None
 
 
-def _diff_opened(a: str, b: str, catalog: Catalog | None, options: dict[str, Any] | None) -> Diff:
+def _diff_opened(
+    a: str, b: str, catalog: Catalog | None, opened: Callable[[str], Checkpoint]
+) -> Diff:
     """Compare the manifests of two checkpoints, and the metrics that the catalog has of them."""
     from ucformat.catalog.catalog import Catalog
 
@@ -354,17 +365,13 @@ def _diff_opened(a: str, b: str, catalog: Catalog | None, options: dict[str, Any
         TemporaryDirectory(prefix="ucformat-") as folder,
         Catalog(f"{folder}/catalog.db") as scratch,
     ):
-        return scratch.diff(*(_record(ref, scratch, catalog, options) for ref in (a, b)))
+        return scratch.diff(*(_record(opened(ref), scratch, catalog) for ref in (a, b)))
 
 
-def _record(
-    ref: str, scratch: Catalog, catalog: Catalog | None, options: dict[str, Any] | None
-) -> str:
-    """Open a checkpoint, record it in the scratch catalog, and return its id."""
-    from ucformat.cli.ui.options import open_any
+def _record(ck: Checkpoint, scratch: Catalog, catalog: Catalog | None) -> str:
+    """Record a checkpoint in the scratch catalog, and return its id."""
     from ucformat.errors import NotFound
 
-    ck = open_any(ref, options)
     manifest = ck.manifest.model_copy(update={"id": ck.id})
     if catalog is not None:
         with suppress(NotFound):
