@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,9 +21,6 @@ from ucformat.storage.wrappers import WrappedStore
 from ucformat.torch import Manager, PerRank, Tier
 from ucformat.torch.saving.background import writers
 from ucformat.torch.tiers import tiers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SECONDS = 20.0
 
@@ -65,6 +63,26 @@ def at_random_instants(folder: Path, rounds: int, seed: int) -> list[str]:
     return wrong
 
 
+def last_save(manager: Manager, step: int) -> dict[str, Any]:
+    """Get a signal, save and close: the error, the seconds that it took, and what is committed then."""
+    begun = time.monotonic()
+    os.kill(os.getpid(), signal.SIGTERM)
+    failure = ""
+    try:
+        manager.save(step, state_at(step))
+        manager.close()
+    except UcformatError as error:
+        failure = error.message
+    took = time.monotonic() - begun
+    with suppress(UcformatError):
+        manager.close()
+    return {"failure": failure, "took": took, "committed": committed_in(Path(manager.url))}
+
+
+def committed_in(run: Path) -> list[str]:
+    return sorted(manifest.parent.name for manifest in run.glob("*/manifest.json"))
+
+
 def with_a_rank_that_does_not_come(folder: Path, how: str, *, asynchronous: bool) -> dict[str, Any]:
     """Rank 1 does something else after the signal, or dies: rank 0 fails within its time."""
     seconds = 3.0
@@ -79,18 +97,7 @@ def with_a_rank_that_does_not_come(folder: Path, how: str, *, asynchronous: bool
         time.sleep(2 * seconds + 2)
         manager.close()
         return {}
-    begun = time.monotonic()
-    os.kill(os.getpid(), signal.SIGTERM)
-    failure = ""
-    try:
-        manager.save(2, state_at(2))
-    except UcformatError as error:
-        failure = error.message
-    took = time.monotonic() - begun
-    with suppress(UcformatError):
-        manager.close()
-    committed = sorted(p.parent.name for p in (folder / "run").glob("*/manifest.json"))
-    return {"failure": failure, "took": took, "committed": committed}
+    return last_save(manager, 2)
 
 
 def with_a_slow_tier(folder: Path) -> dict[str, Any]:
@@ -128,11 +135,7 @@ def with_a_slow_tier(folder: Path) -> dict[str, Any]:
     manager.save(2, state)
     manager.close()
     took = time.monotonic() - begun
-    committed = {
-        name: sorted(p.parent.name for p in (folder / name).glob("*/manifest.json"))
-        for name in ("memory", "run")
-    }
-    return {"took": took, **committed}
+    return {"took": took, **{name: committed_in(folder / name) for name in ("memory", "run")}}
 
 
 def with_a_writer_that_hangs(folder: Path) -> dict[str, Any]:
@@ -146,16 +149,6 @@ def with_a_writer_that_hangs(folder: Path) -> dict[str, Any]:
     os.kill(writer._process.pid, signal.SIGSTOP)
     manager.save(2, state_at(2))
     dist.barrier()
-    begun = time.monotonic()
-    os.kill(os.getpid(), signal.SIGTERM)
-    failure = ""
-    try:
-        manager.save(3, state_at(3))
-        manager.close()
-    except UcformatError as error:
-        failure = error.message
-    took = time.monotonic() - begun
-    with suppress(UcformatError):
-        manager.close()
-    committed = sorted(p.parent.name for p in (folder / "run").glob("*/manifest.json"))
-    return {"failure": failure, "in time": took < seconds, "committed": committed}
+    told = last_save(manager, 3)
+    in_time = told.pop("took") < seconds
+    return {**told, "in time": in_time}
