@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from itertools import groupby, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn
 
 from ucformat.errors import UcformatError, UnsupportedError
 from ucformat.storage.base import Costs, FlatStore, Info, check_key, check_range
-from ucformat.storage.strided import extend, nbytes_of, rows
+from ucformat.storage.concurrency import grouped, thread_memory
+from ucformat.storage.strided import extend, fill, nbytes_of
 from ucformat.torch.comm.wire import decode
 from ucformat.torch.tiers.requests import (
     ANSWER,
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["PeerStore", "ReadOnlyStore"]
 
 _MOST_IDLE = 4  # connections that a store keeps for its next reads
-_MOST_BUFFERS = 512  # that one call receives into
+_MOST_BUFFERS = 64  # that one call receives into
+_AT_ONCE = 1 << 20  # bytes of buffers that are received together
 _COSTS = Costs(gap=16 << 10, short=4 << 10, request=16 << 20, join=8 << 20, parallel=8)
 
 
@@ -111,14 +114,14 @@ class PeerStore(ReadOnlyStore):
     def read_into(
         self, key: str, offset: int, buffers: Sequence[memoryview], crcs: Checksums | None = None
     ) -> None:
-        """Receive a range into buffers, without intermediate copies."""
+        """Receive a range into buffers, without a copy where these are contiguous."""
         name, wanted = self._key(key), nbytes_of(buffers)
         if not wanted:
             return
         if offset < 0:
             check_range(f"{self.url}/{key}", offset, wanted, self.info(key).size)
         with self._asking(READ, name, offset, wanted) as (connection, _):
-            _fill(connection, [row for buffer in buffers for row in rows(buffer)])
+            _scatter(connection, list(buffers))
         extend(crcs, list(buffers))
 
     def read_rows(self, key: str, offset: int, step: int, rows: Sequence[memoryview]) -> None:
@@ -134,7 +137,7 @@ class PeerStore(ReadOnlyStore):
                     self._each_row(key, offset, step, batch)
                     continue
                 with self._asking(READ, name, first, nbytes, step, len(batch)) as (connection, _):
-                    _fill(connection, [row for _, row in batch])
+                    _scatter(connection, [row for _, row in batch])
 
     def _each_row(
         self, key: str, offset: int, step: int, batch: Sequence[tuple[int, memoryview]]
@@ -233,14 +236,25 @@ def _receive(connection: socket.socket, nbytes: int) -> bytearray:
     return data
 
 
+def _scatter(connection: socket.socket, buffers: list[memoryview]) -> None:
+    """Receive into buffers; those with rows apart, or short ones, by way of contiguous memory of this thread."""
+    for group in grouped(buffers, attrgetter("nbytes"), _AT_ONCE):
+        if all(b.c_contiguous for b in group) and len(group) <= _MOST_BUFFERS:
+            _fill(connection, [b.cast("B") for b in group if b.nbytes])
+        else:
+            data = thread_memory("received", sum(b.nbytes for b in group)).data
+            _fill(connection, [data])
+            fill(group, data)
+
+
 def _fill(connection: socket.socket, buffers: list[memoryview]) -> None:
     """Receive into buffers, one after another."""
     remaining = [b for b in reversed(buffers) if b.nbytes]
     while remaining:
-        got = connection.recvmsg_into(remaining[: -_MOST_BUFFERS - 1 : -1])[0]
+        got = connection.recvmsg_into(remaining[::-1])[0]
         if not got:
             raise ConnectionResetError("the connection was closed")
         while remaining and got >= remaining[-1].nbytes:
             got -= remaining.pop().nbytes
         if got:
-            remaining[-1] = remaining[-1].cast("B")[got:]
+            remaining[-1] = remaining[-1][got:]
