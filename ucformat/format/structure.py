@@ -35,6 +35,7 @@ from ucformat.schema import MANIFEST
 from ucformat.schema.limits import (
     MAX_ARRAY_DIMS,
     MAX_BASES,
+    MAX_BATCH,
     MAX_BLOSC,
     MAX_DIMS,
     MAX_EDGE,
@@ -44,13 +45,16 @@ from ucformat.schema.limits import (
     check_json,
 )
 from ucformat.schema.manifest import (
+    DELTA,
     EXTENTS,
     FEATURES,
     FORMAT_MINOR,
     FORMAT_VERSION,
     PACKED,
     VIRTUAL,
+    DeltaBatchDoc,
     Manifest,
+    is_delta,
     is_of_unknown_kind,
     used_features,
 )
@@ -62,7 +66,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ucformat.schema.manifest import BaseDoc, PerRankDoc, SidecarDoc
-    from ucformat.schema.tensors import KindDoc, TensorTable
+    from ucformat.schema.tensors import KindDoc, TensorDoc, TensorTable
     from ucformat.storage.base import Store
 
 #: Prefix of the keys of files that are in other checkpoints.
@@ -222,6 +226,7 @@ def manifest_problems(manifest: Manifest) -> Iterator[Problem]:
     """Find the inconsistencies of a manifest; no other file is read."""
     yield from _base_problems(manifest)
     yield from _step_problems(manifest)
+    yield from _delta_problems(manifest)
     yield from _table_problems(
         manifest.tensors, manifest.bases, has_sidecar=manifest.sidecar is not None
     )
@@ -290,6 +295,49 @@ def _step_problems(manifest: Manifest) -> Iterator[Problem]:
     for name, layer in layers.items():
         if not len(layer.seen) == len(layer.held) == len(layer.stored):
             yield Problem(MANIFEST, f"it counts tokens of different numbers of experts of {name!r}")
+
+
+def _delta_problems(manifest: Manifest) -> Iterator[Problem]:
+    """Whether batches follow each other up to the step, and tensors have what their batch tells of."""
+    if manifest.deltas is None:
+        return
+    last, batches = manifest.deltas.since, dict[str, DeltaBatchDoc]()
+    for batch in manifest.deltas.batches:
+        if batch.first != last + 1 or not 0 <= batch.last - batch.first < MAX_BATCH:
+            reason = f"deltas of steps {batch.first} to {batch.last} follow step {last}"
+            yield Problem(MANIFEST, reason)
+            return
+        last = batch.last
+        batches[batch.state] = batch
+    if last != manifest.step:
+        yield Problem(MANIFEST, f"it is of step {manifest.step}, and its deltas end with {last}")
+    table = manifest.tensors
+    is_stored = [is_delta(kind.state) for kind in table.kinds]
+    rows = (row for row, kind in enumerate(table.kind) if is_stored[kind])
+    for row in rows:
+        doc = table[row]
+        batch_state, _, part = doc.state.removeprefix(f"{DELTA}.").partition(".")
+        found = batches.get(f"{DELTA}.{batch_state}")
+        if found is None or not _is_of_batch(doc, found, part, table):
+            yield Problem(
+                MANIFEST, f"{doc.name[:200]} ({doc.state[:200]}) has no deltas of a batch"
+            )
+
+
+def _is_of_batch(doc: TensorDoc, batch: DeltaBatchDoc, part: str, table: TensorTable) -> bool:
+    steps, sparse = batch.steps(doc.name), batch.sparse.get(doc.name)
+    within = range(batch.first, batch.last + 1)
+    if not steps or sorted(set(steps)) != list(steps) or not {steps[0], steps[-1]} <= {*within}:
+        return False
+    if not part:
+        return sparse is None and doc.shape[:1] == (len(steps),)
+    if sparse is None or part not in ("indices", "values") or len(sparse.counts) != len(steps):
+        return False
+    other = {"indices": "values", "values": "indices"}[part]
+    count = doc.shape[1:] if part == "indices" else doc.shape[:1]
+    return (
+        count == (sum(sparse.counts),) and table.row(doc.name, f"{batch.state}.{other}") is not None
+    )
 
 
 def sibling_name(url: str) -> str | None:

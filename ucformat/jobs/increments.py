@@ -17,7 +17,7 @@ from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.dependents import need_base
 from ucformat.references import open_reference
 from ucformat.schema.limits import MAX_CHAIN
-from ucformat.schema.manifest import BASES, BaseDoc
+from ucformat.schema.manifest import BASES, BaseDoc, is_delta
 from ucformat.schema.tensors import TensorDoc
 from ucformat.settings import allow_root
 
@@ -178,6 +178,8 @@ class Base:
             )
 
         def older(doc: TensorDoc) -> TensorDoc:
+            if is_delta(doc.state):  # which is of the same steps in every checkpoint
+                return replace(reference(doc), at=doc.at)
             step = self.manifest.step if doc.step is None else doc.step
             return replace(reference(doc), at=doc.at, lossy=doc.lossy, bound=doc.bound, step=step)
 

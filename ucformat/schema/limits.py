@@ -32,6 +32,7 @@ MOST_READS, FREE_READS = 16, 64 << 20
 MAX_RANKS = 1 << 20  # that save one checkpoint
 MAX_BASES = 1 << 12  # of a checkpoint
 MAX_CHAIN = 64  # checkpoints of which each is based on the next
+MAX_BATCH = 1 << 16  # steps whose deltas are stored together
 MOST_COMMITS = 2**53 - 1  # every database and every JSON reader is exact up to it
 
 

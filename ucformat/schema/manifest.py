@@ -23,6 +23,7 @@ FORMAT_MINOR = 0
 PACKED, EXTENTS, VIRTUAL = "packed", "extents", "virtual"
 CODECS, PATCHES, BASES, LOSSY = "codecs", "patches", "bases", "lossy"
 STEPS = "steps"  # what is stored of some tensors is older than the checkpoint
+DELTA = "delta"  # with which the states of deltas begin
 FEATURES = frozenset({PACKED, EXTENTS, VIRTUAL, CODECS, PATCHES, BASES, LOSSY, STEPS})
 
 Edge = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
@@ -228,6 +229,53 @@ class WindowDoc(_ManifestPart):
     update: tuple[Text, ...] = ()
 
 
+class SparseDeltaDoc(_ManifestPart):
+    """The sparse deltas of a name, whose indices and values are stored one step after another.
+
+    Attributes:
+        shape: of the delta of each step.
+        counts: how many elements that of each step has.
+        coalesced: whether indices are sorted and different.
+    """
+
+    shape: tuple[Size, ...]
+    counts: tuple[Size, ...]
+    coalesced: bool
+
+
+class DeltaBatchDoc(_ManifestPart):
+    """The steps from `first` to `last`, whose deltas are tensors of the state `delta.<first>`.
+
+    Such a tensor has an item of its first dim for each step; of `partial` names for these steps only.
+    """
+
+    first: Integer
+    last: Integer
+    partial: dict[Text, tuple[Integer, ...]] = {}
+    sparse: dict[Text, SparseDeltaDoc] = {}
+
+    @property
+    def state(self) -> str:
+        """The state of its tensors; of `sparse` ones `.indices` and `.values` follow."""
+        return f"{DELTA}.{self.first}"
+
+    def steps(self, name: str) -> Sequence[int]:
+        """The steps for which a name has deltas."""
+        return self.partial.get(name) or range(self.first, self.last + 1)
+
+
+class DeltasDoc(_ManifestPart):
+    """What a training applied in each step after the step `since`, of which tensors are as they were then."""
+
+    since: Integer
+    batches: Annotated[tuple[DeltaBatchDoc, ...], Field(min_length=1)]
+
+
+def is_delta(state: str) -> bool:
+    """Whether tensors of a state are deltas of steps, which are not of a step themselves."""
+    return state.startswith(f"{DELTA}.")
+
+
 class WriterDoc(_ManifestPart):
     """What one of the ranks that saved did: bytes written, seconds for that, seconds for which training stood still.
 
@@ -288,6 +336,7 @@ class Manifest(_ManifestPart):
     bases: tuple[BaseDoc, ...] = ()
     experts: ExpertsDoc | None = None
     window: WindowDoc | None = None
+    deltas: DeltasDoc | None = None
     tensors: TensorTable
     digest: Digest | None = None
 

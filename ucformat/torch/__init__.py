@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ucformat.torch.capturing.capture import CapturedLayout, capture
     from ucformat.torch.certificate import Certificate, CertificateEntry
     from ucformat.torch.loading.certify import certify
+    from ucformat.torch.loading.deltas import gradients
     from ucformat.torch.loading.load import LoadReport, load, state_dict
     from ucformat.torch.loading.load_into import LoadedKeys, load_into
     from ucformat.torch.loading.match import Problems
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ucformat.torch.publishing.publish import Published, Publisher, publish
     from ucformat.torch.publishing.subscribe import Subscription, Update, subscribe
     from ucformat.torch.saving.asynchronous import async_save
+    from ucformat.torch.saving.deltas import Deltas
     from ucformat.torch.saving.experts import Experts
     from ucformat.torch.saving.handles import SaveHandle
     from ucformat.torch.saving.save import Saved, save
@@ -39,6 +41,7 @@ __all__ = [
     "Certificate",
     "CertificateEntry",
     "ChangedRows",
+    "Deltas",
     "Experts",
     "Increments",
     "LoadReport",
@@ -63,6 +66,7 @@ __all__ = [
     "certify",
     "deal_evenly",
     "fingerprint",
+    "gradients",
     "load",
     "load_into",
     "publish",
@@ -78,6 +82,7 @@ _HOMES = {
     "Certificate": "ucformat.torch.certificate",
     "CertificateEntry": "ucformat.torch.certificate",
     "ChangedRows": "ucformat.torch.state.changed",
+    "Deltas": "ucformat.torch.saving.deltas",
     "Experts": "ucformat.torch.saving.experts",
     "Increments": "ucformat.torch.manager.increments",
     "LoadReport": "ucformat.torch.loading.load",
@@ -102,6 +107,7 @@ _HOMES = {
     "certify": "ucformat.torch.loading.certify",
     "deal_evenly": "ucformat.torch.state.loaders",
     "fingerprint": "ucformat.torch.state.fingerprint",
+    "gradients": "ucformat.torch.loading.deltas",
     "load": "ucformat.torch.loading.load",
     "load_into": "ucformat.torch.loading.load_into",
     "publish": "ucformat.torch.publishing.publish",

@@ -344,6 +344,7 @@ def _described(
         "config": config,
         "changed": None,
         "tokens": None,
+        "deltas": None,
         "times": 0,
         "overwrite": True,
         **launch.next_save(),

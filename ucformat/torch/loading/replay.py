@@ -1,4 +1,4 @@
-"""`replay`: one exact state from a window of checkpoints, each of which has full states of a part of it."""
+"""`replay`: one exact state from a window of checkpoints, or from a whole one and the deltas since."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from ucformat.errors import (
     first_names,
 )
 from ucformat.geometry.tensor import Key
+from ucformat.schema.manifest import DELTA, is_delta
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadArguments, LoadOptions
 from ucformat.torch.loading.certify import certify_state
+from ucformat.torch.loading.deltas import DeltaReader, GradientSteps
 from ucformat.torch.loading.load import load_state
 from ucformat.torch.loading.match import edge_of
 from ucformat.torch.loading.share import open_together
+from ucformat.torch.saving.deltas import ChangedNames
 from ucformat.torch.saving.window import Groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from os import PathLike
+
+    import torch
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.bases import BaseCheckpoint
-    from ucformat.schema.manifest import Manifest
+    from ucformat.schema.manifest import DeltasDoc, Manifest
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
 
@@ -41,12 +46,16 @@ _log = logging.getLogger("ucformat")
 def replay(
     ref: str | PathLike[str] | Checkpoint,
     state: Mapping[str, Any],
-    step_fn: Callable[[int], Any],
+    step_fn: Callable[..., Any] | None = None,
     **arguments: Unpack[LoadArguments],
 ) -> LoadReport:
-    """Fill a training state with the exact one of a checkpoint of a window; all ranks call this together.
+    """Fill a training state with the exact one of a checkpoint that has older tensors; all ranks call this together.
 
-    The checkpoints of the newest complete window are loaded in turn over the state, each as far as it
+    Of a chain of deltas, the checkpoint that has everything is loaded, and then the deltas of each
+    step are applied, read batch by batch, by each rank as far as its layout needs them. The weights
+    of at most one dim, which each delta checkpoint has, are compared with what comes out.
+
+    Of windows, the checkpoints of the newest complete window are loaded in turn over the state, each as far as it
     has tensors of its own step, and the steps between them, and after the last one up to `ref`, are
     trained again. Before a checkpoint is loaded, what each of the window has in full is compared with
     it, and after the last one everything that a checkpoint has of its own step, so that a training
@@ -54,11 +63,13 @@ def replay(
     nothing can be compared, which a warning tells.
 
     Args:
-        ref: a checkpoint that was saved with `partial=Window(…)`, or any other without older tensors,
-            which is only loaded.
+        ref: a checkpoint that was saved with `partial=Deltas(…)` or `partial=Window(…)`, or any other
+            without older tensors, which is only loaded.
         state: as for `load`.
-        step_fn: trains one step, the one of this number: forward and backward pass, and update, with
-            the data of that step.
+        step_fn: of deltas, `step_fn(step, deltas)` applies those of a step, by name; dense ones of
+            parameters have the layout of these (default: they are gradients, which the optimizers
+            and LR schedulers of the state apply). Of a window, `step_fn(step)` trains one step, the one
+            of this number: forward and backward pass, and update, with the data of that step.
         arguments: those of `LoadArguments`, by keyword, but `strict_step`. `certify` compares what
             was loaded last, too.
 
@@ -66,7 +77,7 @@ def replay(
         the report of the last load, with the step of `ref`.
 
     Raises:
-        UsageError: `ref` is not of a window.
+        UsageError: `ref` is neither of a window nor of a chain of deltas, or there is no `step_fn`.
         MissingData: no window before it is complete.
         NotCertified: the training did not repeat itself.
     """
@@ -78,34 +89,25 @@ def replay(
             if "strict_step" in arguments:
                 raise UsageError("strict_step is not an argument of replay", hint="leave it out")
             options = LoadOptions.of("report", arguments)
-            parts = _parts(opened)
-        report = load_state(
-            state, open_together(parts[0], ranks), ranks, replace(options, strict_step=False)
-        )
-        compared, trained = 0, opened.metadata.step != report.step
-        for place, then in zip(parts, [*parts[1:], ""], strict=True):
-            if place != parts[0]:
-                ck = open_together(place, ranks)
-                compared += _check_repeated(state, ck, ranks, options)
-                report = load_state(state, ck, ranks, replace(options, own_step=True))
-            if then:
-                step_fn((report.step or 0) + 1)
-        last, step = report.step, opened.metadata.step
-        with ranks.sharing_errors():
-            between = _saved_between(opened, last or 0)
-        for number in range((last or 0) + 1, (step or 0) + 1) if last != step else ():
-            step_fn(number)
-            if number in between:
-                ck = open_together(between[number], ranks)
-                compared += _check_repeated(state, ck, ranks, options, exact=True)
-        if last != step:
-            compared += _check_repeated(state, opened, ranks, options, exact=True)
-        elif options.certify:
-            _check_repeated(state, opened, ranks, options, exact=True)
-    if trained and not compared and not ranks.rank:
+            deltas = None if opened.universal is None else opened.universal.manifest.deltas
+            parts = _parts(opened) if deltas is None else [_whole_of(opened, deltas)]
+            if step_fn is None and deltas is None and (parts[1:] or opened.metadata.older):
+                raise UsageError(
+                    f"{opened.url} is of a window, whose steps have to be trained again",
+                    hint="replay(ref, state, step_fn), where step_fn(step) trains a step",
+                )
+        whole = replace(options, strict_step=False)
+        report = load_state(state, open_together(parts[0], ranks), ranks, whole)
+        if deltas is not None:
+            report, compared = _apply_deltas(state, opened, deltas, step_fn, ranks, options, report)
+        else:
+            report, compared = _train_again(state, opened, parts, step_fn, ranks, options, report)
+        if options.certify:
+            _check_repeated(state, opened, ranks, options)
+    if not compared and not ranks.rank:
         _log.warning(
-            "no checkpoint from which %s was replayed has a tensor that tells whether the training "
-            "repeated itself: the groups of its window cover everything",
+            "nothing that %s has tells whether the steps before it were repeated: all that they change is "
+            "of earlier steps there",
             opened.url,
         )
     continues = report.lineage.kind != "finetune"
@@ -114,11 +116,96 @@ def replay(
         report,
         url=opened.url,
         id=opened.id,
-        step=step,
+        step=opened.metadata.step,
         lineage=edge_of(opened, report.layout, continues=continues, readers=readers),
         launch=None if opened.universal is None else opened.universal.manifest.launch,
         older={},
         older_asked=True,
+    )
+
+
+def _apply_deltas(
+    state: Mapping[str, Any],
+    ck: Checkpoint,
+    deltas: DeltasDoc,
+    step_fn: Callable[[int, Mapping[str, torch.Tensor]], Any] | None,
+    ranks: Group,
+    options: LoadOptions,
+    report: LoadReport,
+) -> tuple[LoadReport, int]:
+    """Apply the deltas of all steps, and load what else the checkpoint has; returns how many were compared."""
+    with ranks.sharing_errors():
+        apply = GradientSteps(state, options.names) if step_fn is None else step_fn
+        reader = DeltaReader(ck, state, options)
+    for batch in deltas.batches:
+        with (
+            ranks.sharing_errors()
+        ):  # a rank that cannot read must not leave others alone in a step
+            steps = reader.read(batch)
+        for step, of_step in steps.items():
+            apply(step, of_step)
+    changed = ChangedNames(key.name for key in ck.tensors if is_delta(key.state))
+    compared = _check_repeated(
+        state, ck, ranks, options, lambda key: key.state == "weight" and changed.has(key.name)
+    )
+    leave = (*options.leave, f"*.{DELTA}.*")  # which have no place in a state
+    rest = load_state(state, ck, ranks, replace(options, own_step=True, leave=leave))
+    nbytes = report.nbytes + reader.nbytes + rest.nbytes
+    return replace(rest, nbytes=nbytes, seconds=report.seconds + rest.seconds), compared
+
+
+def _train_again(
+    state: Mapping[str, Any],
+    ck: Checkpoint,
+    parts: Sequence[str],
+    step_fn: Callable[[int], Any] | None,
+    ranks: Group,
+    options: LoadOptions,
+    report: LoadReport,
+) -> tuple[LoadReport, int]:
+    """Load the other checkpoints of a window over its first, with a step before each, and train up to the end.
+
+    Returns how many tensors were compared; 1 if no step was trained.
+    """
+    step, compared = ck.metadata.step, 0
+    if report.step == step:
+        return report, 1
+    assert step_fn is not None  # noqa: S101 - checked by the caller
+    for place in parts[1:]:
+        step_fn((report.step or 0) + 1)
+        part = open_together(place, ranks)
+        compared += _check_repeated(state, part, ranks, options, _whole_in_each(part))
+        report = load_state(state, part, ranks, replace(options, own_step=True))
+    last = report.step
+    with ranks.sharing_errors():
+        between = _saved_between(ck, last or 0)
+    for number in range((last or 0) + 1, (step or 0) + 1) if last != step else ():
+        step_fn(number)
+        if number in between:
+            compared += _check_repeated(
+                state, open_together(between[number], ranks), ranks, options
+            )
+    if last != step:
+        compared += _check_repeated(state, ck, ranks, options)
+    return report, compared
+
+
+def _whole_in_each(ck: Checkpoint) -> Callable[[Key], bool]:
+    """Whether a tensor is in each checkpoint of the window of one."""
+    window = None if ck.universal is None else ck.universal.manifest.window
+    assert window is not None  # noqa: S101 - it is a part of one
+    groups = Groups(window)
+    return lambda key: groups.of(key.name) is None
+
+
+def _whole_of(ck: Checkpoint, deltas: DeltasDoc) -> str:
+    """The place of the checkpoint that has everything, as it was before a chain of deltas."""
+    for place, base in _bases(cast("BaseCheckpoint", ck.universal)):
+        if base.manifest.step == deltas.since and base.manifest.deltas is None:
+            return place
+    raise MissingData(
+        f"{ck.url} is not based on a checkpoint of step {deltas.since}, after which its deltas begin",
+        hint="load an earlier checkpoint",
     )
 
 
@@ -209,32 +296,26 @@ def _check_repeated(
     ck: Checkpoint,
     ranks: Group,
     options: LoadOptions,
-    *,
-    exact: bool = False,
+    counts: Callable[[Key], bool] = lambda _: True,
 ) -> int:
     """Check that tensors are those of their own step in a checkpoint, and return how many were compared.
 
     Args:
-        exact: all of them have to be; else those that each checkpoint of its window has in full.
+        counts: which tensors have to be equal.
     """
-    window = None if ck.universal is None or exact else ck.universal.manifest.window
-    groups = None if window is None else Groups(window)
     asked = replace(options, strict_step=False, certify=False, own_step=True)
     certificate = certify_state(state, ck, ranks, asked, record=False)
     equal, wrong = (
-        [
-            Key(entry.name, entry.state)
-            for entry in entries
-            if entry.state and (groups is None or groups.of(entry.name) is None)
-        ]
+        [key for e in entries if e.state and counts(key := Key(e.name, e.state))]
         for entries in (certificate.equal, certificate.different)
     )
     if wrong:
         raise NotCertified(
-            f"the step before {ck.metadata.step} was not trained as when {ck.url} was saved: "
+            f"the step before {ck.metadata.step} was not repeated as when {ck.url} was saved: "
             f"{first_names(wrong, 5)} differ",
-            hint="step_fn has to repeat the training bit for bit: the same data, generators of random "
-            "numbers, deterministic algorithms, and the same parallel layout where it changes sums. A "
+            hint="a training has to repeat itself bit for bit: the same data, generators of random "
+            "numbers, deterministic algorithms, and the same parallel layout where it changes sums; deltas "
+            "have to be applied as they were, with the same optimizer and learning rates. A "
             "training that was restarted from older tensors (strict_step=False) cannot be repeated "
             "before its first complete window",
         )

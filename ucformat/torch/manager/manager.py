@@ -17,6 +17,7 @@ from ucformat.storage.base import exists
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_of
 from ucformat.torch.loading.load import load
+from ucformat.torch.manager.deltas import CollectedDeltas
 from ucformat.torch.manager.increments import Increments, choose_base
 from ucformat.torch.manager.preemption import Notice
 from ucformat.torch.manager.restore import RunFolder, restore_newest
@@ -30,16 +31,19 @@ from ucformat.torch.manager.steps import (
 )
 from ucformat.torch.saving.asynchronous import async_save
 from ucformat.torch.saving.background import kill_writer
+from ucformat.torch.saving.deltas import Deltas
 from ucformat.torch.saving.handles import saved_by
 from ucformat.torch.saving.options import RunArguments, SaveOptions, TrainingLaunch
 from ucformat.torch.saving.save import save
 from ucformat.torch.saving.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
     from os import PathLike
     from types import TracebackType
+
+    import torch
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.torch.comm.bulk import Links
@@ -138,6 +142,12 @@ class Manager:
                 f"a window has a checkpoint of each step, and every={every!r} leaves some out, so that none "
                 "would be complete",
                 hint="every=1, or partial=Experts(…)",
+            )
+        self._deltas = CollectedDeltas(partial) if isinstance(partial, Deltas) else None
+        if self._deltas is not None and every is not None:
+            raise UsageError(
+                f"deltas are saved in batches of steps, and every={every!r} is given, too",
+                hint="leave every out: Deltas(batch=…, full=…) says when",
             )
         if partial is not None and increments is None:
             increments = Increments(max_chain=partial.max_chain)
@@ -242,6 +252,7 @@ class Manager:
         metrics: Mapping[str, float] | None = None,
         changed: Mapping[str, Any] | ChangedRows | None = None,
         tokens: Mapping[str, Sequence[int]] | None = None,
+        deltas: Mapping[str, torch.Tensor] | None = None,
         force: bool = False,
     ) -> Saved | SaveHandle | None:
         """Save a checkpoint if it is due, if forced, or if the training is to stop.
@@ -253,6 +264,8 @@ class Manager:
             changed: with increments, which rows changed since the base was saved, as for `save`.
                 Only `ChangedRows` knows which checkpoint that is.
             tokens: with `partial`, how many tokens each expert was given, as for `save`.
+            deltas: with `partial=Deltas(…)`, what this step applied, by name, in every step; it is copied,
+                and saved when the batch is full.
             force: save even if no checkpoint is due.
 
         Returns:
@@ -265,13 +278,9 @@ class Manager:
                 not committed.
             Conflict: a checkpoint of this step exists.
         """
-        decided, self._decided = self._decided, None
-        due = (
-            decided[1] or force
-            if decided is not None and decided[0] == step
-            else self._decide(step, force=force)
-        )
-        if not due:
+        if self._deltas is not None:
+            self._deltas.add(step, deltas)
+        if not self._is_due(step, force=force):
             return None
         ending = self._stopping and not self._saved_for_stop
         try:
@@ -322,7 +331,12 @@ class Manager:
         return saved
 
     def restore_latest(
-        self, state: Mapping[str, Any], *, verify: Mode = "full", **options: Any
+        self,
+        state: Mapping[str, Any],
+        *,
+        verify: Mode = "full",
+        step_fn: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> LoadReport | None:
         """Load the newest intact checkpoint, the same one on all ranks.
 
@@ -338,6 +352,8 @@ class Manager:
                 metadata and compares the sizes of files, which finds missing and truncated files,
                 and checks whole chunks while loading; if one is damaged, the next older checkpoint
                 is loaded over what was loaded.
+            step_fn: replays a checkpoint of a window, or of deltas, as for `replay`. Without, gradients
+                are applied, and of a window older tensors are loaded as they are.
             options: other arguments of `load`, except `group` and `timeout`.
 
         Returns:
@@ -354,7 +370,7 @@ class Manager:
         ranks = self._ranks()
         places = self._run_places(ranks)
         try:
-            restored = restore_newest(places, state, verify, ranks, options)
+            restored = restore_newest(places, state, verify, ranks, options, step_fn)
         finally:
             places.close()
         if restored is None:
@@ -367,6 +383,8 @@ class Manager:
         self._launch.begin(restored.report)
         self._listed, self._places, self._begun = restored.listed, places, False
         self._bases, self._ancestors = None, _ancestors_of(restored.report)
+        if self._deltas is not None:
+            self._deltas.begin(restored.whole)
         return restored.report
 
     def load(
@@ -387,6 +405,8 @@ class Manager:
         self._launch.begin(report)
         self._listed, self._begun, self._bases = None, False, None
         self._ancestors = _ancestors_of(report)
+        if self._deltas is not None:
+            self._deltas.begin(None)
         return report
 
     def wait(self) -> Saved | None:
@@ -454,6 +474,13 @@ class Manager:
             raise self._late()
         return group_of(self._group, self._timeout, f"Manager {self.url}")
 
+    def _is_due(self, step: int, *, force: bool) -> bool:
+        """Whether to save a step, as `should_save` has said, if it was asked."""
+        decided, self._decided = self._decided, None
+        if decided is not None and decided[0] == step:
+            return decided[1] or force
+        return self._decide(step, force=force)
+
     def _decide(self, step: int, *, force: bool) -> bool:
         """Whether to save a step; the same on all ranks."""
         self._poll()
@@ -477,6 +504,8 @@ class Manager:
             return True
         if step == self._last_step:
             return False
+        if self._deltas is not None:
+            return self._deltas.is_due(step)
         if isinstance(self._every, timedelta):
             return bool(bits & _DUE)
         return self._every is None or step % self._every == 0
@@ -576,10 +605,13 @@ class Manager:
     def _choose_base(self, ranks: Group, step: int) -> SaveArguments:
         """On which checkpoint of the run the next one is based, and how; all ranks call this."""
         increments = self._increments
+        deltas = self._deltas
         if increments is None:
             return {}
 
         def choose(_: None) -> str:
+            if deltas is not None and (deltas.first is None or deltas.is_whole_due(step)):
+                return ""
             if self._retention_job is not None:  # which may be removing some
                 self._retention_job.result()
             if self._bases is None:
@@ -594,13 +626,18 @@ class Manager:
                 # others may be those of a training that was given up
                 if chosen is not None and self._is_partial and chosen.id not in self._ancestors:
                     return ""
+                if chosen is not None and deltas is not None and chosen.step + 1 != deltas.first:
+                    return ""  # the save of the steps between failed
                 if chosen is None or exists(open_store(chosen.url), MANIFEST):
                     return "" if chosen is None else chosen.url
                 bases.remove(chosen)
             return ""
 
         url: str = ranks.combine(None, then=choose, answer_kind=str)
-        return {"base": url, "patch": increments.patch} if url else {"base": False}
+        based: SaveArguments = {"base": url, "patch": increments.patch} if url else {"base": False}
+        if deltas is not None:
+            based["deltas"] = deltas.take(step, whole=not url)
+        return based
 
     def _committed(self, saved: Saved, step: int, *, first: bool) -> None:
         """Record a commit, and start to delete old checkpoints in the background."""

@@ -21,14 +21,16 @@ from ucformat.storage.base import stored_key
 from ucformat.torch.comm.wire import message
 from ucformat.torch.loading.load import load
 from ucformat.torch.loading.match import edge_of, holds_training
+from ucformat.torch.loading.replay import replay
 from ucformat.torch.loading.share import open_together
 from ucformat.torch.manager.steps import RunContents, RunStep, list_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.universal import Universal
+    from ucformat.reading.plan import Verify
     from ucformat.storage.base import Store
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
@@ -220,7 +222,7 @@ class Restored:
     """The checkpoint that was restored, and the other checkpoints of the run.
 
     `later_steps` are the steps after it that hold a checkpoint, intact or not, and `damaged` the
-    urls of damaged ones.
+    urls of damaged ones. `whole` is the step at which all of it was saved, before deltas.
     """
 
     step: RunStep
@@ -228,6 +230,7 @@ class Restored:
     later_steps: frozenset[int]
     damaged: frozenset[str]
     listed: RunContents
+    whole: int
 
 
 def restore_newest(
@@ -236,6 +239,7 @@ def restore_newest(
     verify: Mode,
     ranks: Group,
     options: Mapping[str, Any],
+    step_fn: Callable[..., Any] | None = None,
 ) -> Restored | None:
     """Load the newest intact checkpoint of a run; damaged ones are skipped, with a warning on rank 0."""
     listed = places.list(ranks)
@@ -252,14 +256,14 @@ def restore_newest(
     for url, _, why in listed.unreadable:
         skip(url, why)
     for step in listed.steps:
-        loaded = _restore(places, step, state, verify, ranks, options)
+        loaded = _restore(places, step, state, verify, ranks, options, step_fn)
         if isinstance(loaded, str):
             skip(step.url, loaded)
             continue
+        report, whole = loaded
         steps = [s.step for s in listed.steps] + [s for _, s, _ in listed.unreadable]
-        return Restored(
-            step, loaded, frozenset(s for s in steps if s > step.step), frozenset(damaged), listed
-        )
+        later = frozenset(s for s in steps if s > step.step)
+        return Restored(step, report, later, frozenset(damaged), listed, whole)
     if damaged:
         raise IntegrityError(
             f"all checkpoints below {places.root} are damaged:\n  "
@@ -276,8 +280,12 @@ def _restore(
     verify: Mode,
     ranks: Group,
     options: Mapping[str, Any],
-) -> LoadReport | str:
-    """Load a checkpoint, from other copies where some are damaged; returns why it cannot be loaded."""
+    step_fn: Callable[..., Any] | None,
+) -> tuple[LoadReport, int] | str:
+    """Load a checkpoint, from other copies where some are damaged; returns why it cannot be loaded.
+
+    Otherwise returns at which step all of it was saved, too.
+    """
     mode = verify
     while True:
         ck, checked = verify_on_all_ranks(step, mode, ranks, options.get("threads"), places)
@@ -288,8 +296,17 @@ def _restore(
                 continue
             others = len(checked.problems) - 1
             return str(checked.problems[0]) + (f", and {others} more" if others else "")
+        manifest = cast("Universal", ck.universal).manifest
+        replayed = manifest.deltas is not None or (
+            manifest.window is not None and step_fn is not None
+        )
+        check: Verify = "whole" if mode == "full" else "always"
         try:
-            report = load(state, ck, verify="whole" if mode == "full" else "always", **options)
+            report = (
+                replay(ck, state, step_fn, verify=check, **options)
+                if replayed
+                else load(state, ck, verify=check, **options)
+            )
         except IntegrityError as error:  # raised on all ranks
             if mode == "quick" and not isinstance(places, RunFolder):
                 mode = "full"  # which finds the copy that is damaged
@@ -299,7 +316,7 @@ def _restore(
             readers = report.lineage.readers
             edge = edge_of(ck, report.layout, continues=True, readers=readers)
             report = replace(report, lineage=edge)
-        return report
+        return report, step.step if manifest.deltas is None else manifest.deltas.since
 
 
 def _list(root: str) -> RunContents:

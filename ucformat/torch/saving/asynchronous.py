@@ -12,7 +12,7 @@ from ucformat.torch.comm.group import group_for_call, is_live
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.background import BackgroundWriter, close_writer, writers
 from ucformat.torch.saving.handles import saved_by
-from ucformat.torch.saving.partial import leave_experts
+from ucformat.torch.saving.partial import leave_parts
 from ucformat.torch.saving.save import prepare, saving_group, with_tracked_rows
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def async_save(
         with ranks.sharing_errors():
             local, options, metadata, log = prepare(state, url, ranks, arguments)
         local, options, interval = with_tracked_rows(local, options, arguments, ranks)
-        local, options, metadata = leave_experts(local, options, metadata, arguments, ranks)
+        local, options, metadata = leave_parts(local, options, metadata, arguments, ranks)
         with background_writer(ranks, in_flight) as writer:
             handle = writer.save(local, options, metadata, begun)
         if interval is not None:

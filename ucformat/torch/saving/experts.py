@@ -14,7 +14,7 @@ from ucformat.errors import Conflict, UsageError
 from ucformat.geometry.patterns import compile_pattern
 from ucformat.jobs.increments import row_alike
 from ucformat.schema.limits import MAX_CHAIN, MAX_INTEGER
-from ucformat.schema.manifest import ExpertLayerDoc, ExpertsDoc, WindowDoc
+from ucformat.schema.manifest import DeltasDoc, ExpertLayerDoc, ExpertsDoc, WindowDoc
 from ucformat.torch.comm.merging import bits_of, ones_of
 from ucformat.torch.comm.wire import message
 
@@ -167,6 +167,7 @@ class PartialSave:
         left: a bit for each tensor of the base, in its order: whether that stands for this one's.
         record: the counts of tokens, if they were given.
         window: the place in a window.
+        deltas: the deltas since everything was saved.
     """
 
     base: str = ""
@@ -174,6 +175,7 @@ class PartialSave:
     left: bytes = b""
     record: ExpertsDoc | None = None
     window: WindowDoc | None = None
+    deltas: DeltasDoc | None = None
 
 
 def left_tensors(base: Base, partial: PartialSave | None) -> list[TensorDoc]:

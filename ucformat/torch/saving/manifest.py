@@ -529,6 +529,7 @@ def manifest_of(
         tensors=tensors,
         experts=None if metadata.partial is None else metadata.partial.record,
         window=None if metadata.partial is None else metadata.partial.window,
+        deltas=None if metadata.partial is None else metadata.partial.deltas,
     )
     return references.added_to(manifest.with_sidecar(doc, requires), attempt)
 

@@ -15,6 +15,7 @@ from ucformat.schema.manifest import LaunchDoc, LineageDoc
 from ucformat.schema.tensors import BLOSC
 from ucformat.storage.url import path_text
 from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.deltas import Deltas
 from ucformat.torch.saving.experts import Experts
 from ucformat.torch.saving.window import Window
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from os import PathLike
 
+    import torch
     import torch.distributed as dist
 
     from ucformat.format.arrays import StoredArray
@@ -107,7 +109,7 @@ class RunArguments(TypedDict, total=False):
     replicas: Literal["equal", "first"]
     base: str | PathLike[str] | bool | None
     patch: bool
-    partial: Experts | Window | None
+    partial: Experts | Window | Deltas | None
     verify_changed: bool
     certify: bool
     log_to: Literal["mlflow", "wandb"] | Any | None
@@ -138,6 +140,9 @@ class SaveArguments(RunArguments, total=False):
             otherwise the checkpoint cannot be read there.
         tokens: with `partial`, how many tokens each expert was given since training began, on all
             ranks together: a list for each layer, as the pattern names it; the same on all ranks.
+        deltas: with `partial=Deltas(…)`, what each step after the base applied: `{step: {name: tensor}}`,
+            dense or sparse tensors or DTensors; plain ones are the same on all ranks. Without,
+            everything is saved.
         times: of the fast tier of a `Manager`, which passes it: how many times what this rank
             writes its node will hold, which is checked before anything is written. What is saved
             there is in no catalog, because each node has a part of it.
@@ -150,6 +155,7 @@ class SaveArguments(RunArguments, total=False):
     launch: LaunchDoc | None
     changed: Mapping[str, Any] | ChangedRows | None
     tokens: Mapping[str, Sequence[int]] | None
+    deltas: Mapping[int, Mapping[str, torch.Tensor]] | None
     times: int
 
 
@@ -169,7 +175,7 @@ class SaveOptions:
     patch: bool = False
     verify_changed: bool = False
     encode: Mapping[str, str] = field(default_factory=dict)
-    partial: Experts | Window | None = None
+    partial: Experts | Window | Deltas | None = None
     times: int = 0
     announced: bool = True  # whether the catalog is told of the commit
 

@@ -1,4 +1,4 @@
-"""Partial saves: of experts that are not chosen nothing is written, and the base's tensors stand for them.
+"""Partial saves: of what is not chosen nothing is written, and the base's tensors stand for it.
 
 All ranks read the manifest of the base, so each of them finds the same choice by itself. What only
 ranks together know, which of the base's tensors the program still has, is a bit for each of them.
@@ -7,7 +7,7 @@ ranks together know, which of the base's tensors the program still has, is a bit
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ucformat.errors import UcformatError, UsageError
@@ -17,6 +17,7 @@ from ucformat.storage.url import open_store
 from ucformat.torch.comm.merging import either
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.base import newest_beside, open_base
+from ucformat.torch.saving.deltas import Deltas, DeltaSelection
 from ucformat.torch.saving.experts import (
     ExpertNames,
     Experts,
@@ -36,11 +37,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ucformat.jobs.increments import Base
-    from ucformat.schema.manifest import Manifest
+    from ucformat.schema.manifest import DeltasDoc, ExpertsDoc, Manifest, WindowDoc
+    from ucformat.schema.tensors import TensorDoc
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.manifest import SaveMetadata
     from ucformat.torch.saving.options import SaveArguments, SaveOptions
+    from ucformat.torch.state.deltas import DeltaBatch
     from ucformat.torch.state.local import LocalState
+
+    _Selection = Selection | WindowSelection | DeltaSelection
 
 
 _log = logging.getLogger("ucformat")
@@ -71,63 +76,43 @@ class _Place:
     before: RecordBefore = RecordBefore()
 
 
-def leave_experts(
+@dataclass(frozen=True)
+class _Wanted:
+    """What is to be saved in part, as the arguments of a save have it."""
+
+    partial: Experts | Window | Deltas
+    step: int
+    counts: Mapping[str, Sequence[int]]
+    names: ExpertNames | Groups | None
+    batch: DeltaBatch | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is saved: no deltas are there."""
+        return isinstance(self.partial, Deltas) and self.batch is None
+
+
+def leave_parts(
     local: LocalState,
     options: SaveOptions,
     metadata: SaveMetadata,
     arguments: SaveArguments,
     ranks: Group,
 ) -> tuple[LocalState, SaveOptions, SaveMetadata]:
-    """Leave out the tensors of experts that are not saved; all ranks call this before anything is copied.
+    """Leave out the tensors that are not saved, and add deltas; all ranks call this before anything is copied.
 
     Raises:
         UsageError: the save has no step, a later one than the base's, or no counts where the choice needs them.
     """
-    experts = options.partial
     with ranks.sharing_errors():
-        if arguments.get("tokens") is not None and not isinstance(experts, Experts):
-            raise UsageError(
-                "tokens are counted for a choice of experts, and none is made",
-                hint="partial=Experts(…), or leave tokens out",
-            )
-    if experts is None:
+        wanted = _wanted(local, options, metadata, arguments)
+    if wanted is None:
         return local, options, metadata
-    step = metadata.step
-    with ranks.sharing_errors():
-        counts = counts_of(experts, arguments.get("tokens"))
-        names = Groups(experts) if isinstance(experts, Window) else ExpertNames(experts.pattern)
-        check_state(local, names)
-        if step is None:
-            raise UsageError(
-                "a partial save records of which step each tensor is, and has no step",
-                hint="step=, the number of the training step",
-            )
-    assert step is not None  # noqa: S101 - every rank has one
-
-    def find(asked: _Asked) -> _Place:
-        if asked.other >= 0:
-            raise UsageError(
-                f"rank {asked.other} saves with {asked.other_text}, rank {asked.rank} with {asked.text}",
-                hint="give all ranks the same arguments; tokens are those of all ranks together",
-            )
-        base = open_base(options.base, open_store(options.url).url)
-        if base is None:
-            return _Place(before=_record_before(None, options, metadata, counts))
-        base.check_depth()
-        _check_step(base.manifest, step, base.url)
-        before = _record_before(base, options, metadata, counts)
-        return _Place(base.url, _goes_on(base.manifest, metadata), before)
-
-    lineage = [edge.id or edge.url for edge in metadata.lineage]
-    asked = _Asked(
-        ranks.rank,
-        f"{experts}, step {step}, lineage {lineage} and tokens of {sorted(counts.items())}",
-    )
-    place: _Place = ranks.combine(asked, _compare, _Asked, find, _Place)
+    place = _agree_on_place(wanted, options, metadata, ranks)
     if not place.url:
         record = None
-        if isinstance(names, ExpertNames):
-            record = record_of(Selection(names, None), counts, place.before)
+        if isinstance(wanted.names, ExpertNames):
+            record = record_of(Selection(wanted.names, None), wanted.counts, place.before)
         options = replace(options, base=None, patch=False)
         return local, options, replace(metadata, partial=PartialSave(record=record))
     from ucformat.torch.loading.share import open_together
@@ -135,13 +120,7 @@ def leave_experts(
     base = open_together(place.url, ranks, more=True)
     with ranks.sharing_errors():
         assert base.universal is not None  # noqa: S101 - rank 0 has opened it as a base
-        manifest = base.universal.manifest
-        selection: Selection | WindowSelection
-        if isinstance(names, Groups):
-            assert isinstance(experts, Window)  # noqa: S101 - which has groups
-            selection = WindowSelection(experts, names, manifest, step, goes_on=place.goes_on)
-        else:
-            selection = Selection(names, manifest)
+        selection = _selection(wanted, base.universal.manifest, place)
         own = selection.held_by(local)
 
     def both(a: HeldByRanks, b: HeldByRanks) -> HeldByRanks:
@@ -149,22 +128,113 @@ def leave_experts(
 
     held: HeldByRanks = ranks.combine(own, both, HeldByRanks, lambda every: every, HeldByRanks)
     with ranks.sharing_errors():
-        record = window = None
-        if isinstance(selection, WindowSelection):
-            left = selection.leave(held)
-            window = selection.document
-        else:
-            assert isinstance(experts, Experts)  # noqa: S101 - which has no groups
-            left, record = selection.leave(experts, held, counts, place.before)
+        left, taken = _take(selection, wanted, held, place)
         keys = {Key(doc.name, doc.state) for doc in left}
         kept = tuple(t for t in local.tensors if t.key not in keys)
-        bits = bits_of_docs(manifest, left)
-        partial = PartialSave(manifest.id, manifest.attempt, bits, record, window)
+        added = () if wanted.batch is None else wanted.batch.tensors
     return (
-        replace(local, tensors=kept),
+        replace(local, tensors=(*kept, *added)),
         replace(options, base=place.url),
-        replace(metadata, partial=partial),
+        replace(metadata, partial=taken),
     )
+
+
+def _wanted(
+    local: LocalState, options: SaveOptions, metadata: SaveMetadata, arguments: SaveArguments
+) -> _Wanted | None:
+    """What is to be saved in part; None if that is nothing."""
+    partial, step, deltas = options.partial, metadata.step, arguments.get("deltas")
+    for name, kind in (("tokens", Experts), ("deltas", Deltas)):
+        if arguments.get(name) is not None and not isinstance(partial, kind):
+            raise UsageError(
+                f"{name} are given without partial={kind.__name__}(…), which uses them",
+                hint=f"partial={kind.__name__}(…), or leave {name} out",
+            )
+    if partial is None:
+        return None
+    counts = counts_of(partial, arguments.get("tokens"))
+    names: ExpertNames | Groups | None = None
+    batch: DeltaBatch | None = None
+    if not isinstance(partial, Deltas):
+        names = Groups(partial) if isinstance(partial, Window) else ExpertNames(partial.pattern)
+        check_state(local, names)
+    elif deltas is not None:
+        from ucformat.torch.state.deltas import stack_deltas  # not above: the writer has no torch
+
+        batch = stack_deltas(deltas, step)
+    if step is None:
+        raise UsageError(
+            "a partial save records of which step each tensor is, and has no step",
+            hint="step=, the number of the training step",
+        )
+    return _Wanted(partial, step, counts, names, batch)
+
+
+def _agree_on_place(
+    wanted: _Wanted, options: SaveOptions, metadata: SaveMetadata, ranks: Group
+) -> _Place:
+    """Find the base; all ranks call this together, and have to want the same."""
+
+    def find(asked: _Asked) -> _Place:
+        if asked.other >= 0:
+            raise UsageError(
+                f"rank {asked.other} saves with {asked.other_text}, rank {asked.rank} with {asked.text}",
+                hint="give all ranks the same arguments; tokens are those of all ranks together",
+            )
+        if wanted.is_whole:
+            return _Place()
+        base = open_base(options.base, open_store(options.url).url)
+        if base is None and wanted.batch is not None:
+            raise UsageError(
+                f"there is no checkpoint that the {wanted.batch.told} could follow",
+                hint="save everything first, without deltas=; or base=, the checkpoint of the step before",
+            )
+        before = _record_before(base, options, metadata, wanted.counts)
+        if base is None:
+            return _Place(before=before)
+        base.check_depth()
+        _check_step(base.manifest, wanted.step, base.url)
+        return _Place(base.url, _goes_on(base.manifest, metadata), before)
+
+    lineage = [edge.id or edge.url for edge in metadata.lineage]
+    text = (
+        f"{wanted.partial}, step {wanted.step}, lineage {lineage}, tokens of "
+        f"{sorted(wanted.counts.items())} and {wanted.batch.told if wanted.batch else 'no deltas'}"
+    )
+    asked = _Asked(ranks.rank, text)
+    place: _Place = ranks.combine(asked, _compare, _Asked, find, _Place)
+    return place
+
+
+def _selection(wanted: _Wanted, base: Manifest, place: _Place) -> _Selection:
+    """What chooses the tensors of the base that stand for others."""
+    partial, names = wanted.partial, wanted.names
+    if isinstance(partial, Window) and isinstance(names, Groups):
+        return WindowSelection(partial, names, base, wanted.step, goes_on=place.goes_on)
+    if isinstance(partial, Deltas) and wanted.batch is not None:
+        return DeltaSelection(partial, wanted.batch.doc, wanted.batch.names, base)
+    assert isinstance(names, ExpertNames)  # noqa: S101 - the rest
+    return Selection(names, base)
+
+
+def _take(
+    selection: _Selection, wanted: _Wanted, held: HeldByRanks, place: _Place
+) -> tuple[list[TensorDoc], PartialSave]:
+    """The tensors of the base that stand for others, and what the checkpoint records."""
+    record: ExpertsDoc | None = None
+    window: WindowDoc | None = None
+    deltas: DeltasDoc | None = None
+    if isinstance(selection, WindowSelection):
+        left, window = selection.leave(held), selection.document
+    elif isinstance(selection, DeltaSelection):
+        left, deltas = selection.leave(held), selection.document
+    else:
+        assert isinstance(wanted.partial, Experts)  # noqa: S101 - the rest
+        left, record = selection.leave(wanted.partial, held, wanted.counts, place.before)
+    base = selection.base
+    assert base is not None  # noqa: S101 - there is a place
+    bits = bits_of_docs(base, left)
+    return left, PartialSave(base.id, base.attempt, bits, record, window, deltas)
 
 
 def check_partial(options: SaveOptions, metadata: SaveMetadata) -> None:

@@ -40,7 +40,7 @@ from ucformat.torch.saving.manifest import (
     write_report,
 )
 from ucformat.torch.saving.options import SaveArguments, SaveOptions
-from ucformat.torch.saving.partial import check_partial, leave_experts
+from ucformat.torch.saving.partial import check_partial, leave_parts
 from ucformat.torch.saving.patching import KeptTiles, agree_on_base
 from ucformat.torch.saving.plan import SavePlanner
 from ucformat.torch.saving.statement import PieceFingerprints, RankState, WriteItem
@@ -315,7 +315,7 @@ def save_prepared(
 ) -> Saved:
     """Save what `prepare` has collected, together with the other ranks of a group."""
     local, options, interval = with_tracked_rows(local, options, arguments, ranks)
-    local, options, metadata = leave_experts(local, options, metadata, arguments, ranks)
+    local, options, metadata = leave_parts(local, options, metadata, arguments, ranks)
     saved = save_in_group(local, options, metadata, ranks)
     if interval is not None:
         interval.saved = lambda: saved.id

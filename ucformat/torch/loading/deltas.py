@@ -1,0 +1,195 @@
+"""Reads deltas of steps: what each of them applied, in the layout of the tensors that it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ucformat.errors import UsageError, first_names
+from ucformat.geometry.box import Box
+from ucformat.geometry.tensor import Key, Piece
+from ucformat.reading.execute import ReadOptions
+from ucformat.reading.plan import check_verify
+from ucformat.schema.manifest import is_delta
+from ucformat.torch.loading.match import Matched
+from ucformat.torch.loading.read import read
+from ucformat.torch.state.collect import collect
+from ucformat.torch.state.local import LocalShard, local_of
+from ucformat.torch.state.memory import torch_dtype
+from ucformat.torch.state.sharded import is_dtensor
+
+if TYPE_CHECKING:
+    from ucformat.checkpoint import Checkpoint
+    from ucformat.geometry.tensor import TensorInfo
+    from ucformat.schema.manifest import DeltaBatchDoc
+    from ucformat.torch.loading.arguments import LoadOptions
+    from ucformat.torch.state.collect import CollectedState
+
+
+class DeltaReader:
+    """Reads deltas, those of a batch of steps at once.
+
+    Args:
+        state: a dense delta of the name and the shape of one of its tensors is read in the layout and
+            on the device of that; others are read whole, into host memory.
+
+    Attributes:
+        nbytes: that were read.
+    """
+
+    def __init__(self, ck: Checkpoint, state: Mapping[str, Any], options: LoadOptions) -> None:
+        self._ck = ck
+        self._options = ReadOptions(
+            check_verify(options.verify), threads=options.threads, progress=options.progress
+        )
+        collected = collect(state, options.names or {})
+        self._weights = {
+            key.name: collected.tensors[path]
+            for path, key in collected.keys.items()
+            if key.state == "weight"
+        }
+        self._stored = {k: info for k, info in ck.tensors.items() if is_delta(k.state)}
+        self.nbytes = 0
+
+    def read(self, batch: DeltaBatchDoc) -> dict[int, dict[str, torch.Tensor]]:
+        """What each step of a batch applied, by name."""
+        targets: list[Matched] = []
+        made: dict[int, dict[str, torch.Tensor]] = {
+            step: {} for step in range(batch.first, batch.last + 1)
+        }
+        parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for info in self._stored.values():
+            if info.state == batch.state:
+                steps = batch.steps(info.name)
+                for number, step in enumerate(steps):
+                    made[step][info.name], target = self._target(info, number)
+                    targets.append(target)
+            elif info.state == f"{batch.state}.indices":
+                values = self._stored[Key(info.name, f"{batch.state}.values")]
+                whole = [torch.empty(i.shape, dtype=torch_dtype(i.dtype)) for i in (info, values)]
+                targets += [
+                    Matched(local_of(i.name, i.state, t), i)
+                    for i, t in zip((info, values), whole, strict=True)
+                ]
+                parts[info.name] = (whole[0], whole[1])
+        self.nbytes += read(self._ck, targets, self._options).nbytes
+        for name, (indices, values) in parts.items():
+            sparse, at = batch.sparse[name], 0
+            for step, count in zip(batch.steps(name), sparse.counts, strict=True):
+                made[step][name] = torch.sparse_coo_tensor(
+                    indices[:, at : at + count],
+                    values[at : at + count],
+                    sparse.shape,
+                    is_coalesced=sparse.coalesced,
+                    check_invariants=True,  # indices come from a file
+                )
+                at += count
+        return made
+
+    def _target(self, stacked: TensorInfo, number: int) -> tuple[torch.Tensor, Matched]:
+        """Memory for one delta of those that are stacked in a tensor, and what of this it is."""
+        shape, dtype = stacked.shape[1:], torch_dtype(stacked.dtype)
+        parameter = self._weights.get(stacked.name)
+        made = (
+            torch.empty(shape, dtype=dtype)
+            if parameter is None or tuple(parameter.shape) != shape
+            else torch.empty_like(parameter, dtype=dtype)
+        )
+        shard = local_of(stacked.name, stacked.state, made)
+        rows = shard.tensor.unsqueeze(0)
+        step = rows.stride(0)
+        pieces = tuple(
+            Piece(Box((number, *p.box.start), (1, *p.box.shape)), p.offset, (step, *p.strides))
+            for p in shard.pieces
+        )
+        return made, Matched(LocalShard(stacked, pieces, rows), stacked)
+
+
+class GradientSteps:
+    """Applies gradients: of each step those that it had, and then the steps of optimizers and LR schedulers.
+
+    Args:
+        state: a training state with its optimizers, and the LR schedulers that make a step after
+            each of theirs.
+    """
+
+    def __init__(self, state: Mapping[str, Any], names: Mapping[str, int] | None = None) -> None:
+        collected = collect(state, names or {})
+        self._parameters = _optimized(collected)
+        self._optimizers = [o.optimizer for live in collected.optimizers.values() for o in live]
+        self._schedulers = [s for s in _values(state) if isinstance(s, LRScheduler)]
+        if not self._optimizers:
+            raise UsageError(
+                "the state has no optimizer that could apply gradients",
+                hint="give the live optimizer in the state, or a step_fn(step, deltas)",
+            )
+
+    def __call__(self, step: int, deltas: Mapping[str, torch.Tensor]) -> None:
+        """Apply the gradients of a step; without any only schedulers make a step."""
+        if unknown := deltas.keys() - self._parameters.keys():
+            raise UsageError(
+                f"no optimizer of the state has the parameters {first_names(sorted(unknown), 5)}, of which step "
+                f"{step} has deltas",
+                hint="replay(ref, state, step_fn) with a step_fn(step, deltas) that applies them",
+            )
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                delta = deltas.get(name)
+                parameter.grad = None if delta is None else _as_gradient(delta, parameter)
+        for optimizer in self._optimizers if deltas else ():
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+
+def gradients(
+    state: Mapping[str, Any], names: Mapping[str, int] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of the parameters of a state's optimizers, by the names that checkpoints have.
+
+    They are those that optimizers apply if this is called before their `step`, after gradients were
+    reduced, unscaled, compressed and clipped. `save(deltas={step: gradients(state)})` saves them.
+
+    Args:
+        state: as for `save`.
+        names: as for `save`.
+    """
+    optimized = _optimized(collect(state, names or {}))
+    return {name: p.grad for name, p in optimized.items() if p.grad is not None}
+
+
+def _optimized(collected: CollectedState) -> dict[str, torch.Tensor]:
+    """The parameters of optimizers, by their names in checkpoints."""
+    return {
+        collected.prefixes.get(path, "") + name: parameter
+        for path, optimizers in collected.optimizers.items()
+        for optimizer in optimizers
+        for name, parameter in optimizer.params.items()
+    }
+
+
+def _as_gradient(delta: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A delta as the gradient of a parameter, dense and placed as that is."""
+    if delta.layout == torch.sparse_coo:
+        delta = delta.to_dense()
+    if is_dtensor(parameter) and not is_dtensor(delta):
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = parameter.device_mesh
+        return distribute_tensor(
+            delta.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
+        )
+    return delta.to(parameter.device)
+
+
+def _values(state: Any) -> Iterator[Any]:
+    """All that nested mappings and lists have."""
+    if isinstance(state, Mapping | list | tuple):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _values(value)
+    else:
+        yield state

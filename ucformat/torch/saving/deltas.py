@@ -1,0 +1,133 @@
+"""Deltas: what a training applies in each step, saved in batches on a base, so that steps can be applied again."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from ucformat.errors import UsageError
+from ucformat.schema.limits import MAX_CHAIN
+from ucformat.schema.manifest import DeltaBatchDoc, DeltasDoc
+from ucformat.torch.comm.merging import bits_of
+from ucformat.torch.comm.wire import message
+from ucformat.torch.saving.experts import HeldByRanks, rows_of_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ucformat.schema.manifest import Manifest
+    from ucformat.schema.tensors import TensorDoc
+    from ucformat.torch.state.local import LocalState
+
+__all__ = ["Deltas"]
+
+
+@message
+class Deltas:
+    """How a training saves what it applies in each step, its gradients or other updates.
+
+    A delta checkpoint has the `deltas` of a batch of steps, and of its base all tensors that they
+    change, as they were when everything was saved. `replay` applies the deltas since then again.
+
+    Attributes:
+        batch: of how many steps `Manager` saves the deltas at a time. Those that are not saved yet
+            are lost with the process.
+        full: after how many steps `Manager` saves everything (default: when the chain is as long as
+            it may be). `tune_deltas` computes both.
+        fixed: globs of names of tensors without deltas that are not saved, because they do not change
+            or the replay makes them: frozen weights, a moving average. Others are saved if they have
+            changed.
+        max_chain: how many delta checkpoints of `Manager` may follow each other before everything is
+            saved, at most 63.
+
+    Raises:
+        UsageError: an attribute is out of range.
+    """
+
+    batch: int = 1
+    full: int | None = None
+    fixed: tuple[str, ...] = ()
+    max_chain: int = MAX_CHAIN - 1
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "full"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise UsageError(f"{name} must be at least 1, not {number}")
+        if not 1 <= self.max_chain < MAX_CHAIN:
+            raise UsageError(f"max_chain must be 1 to {MAX_CHAIN - 1}, not {self.max_chain}")
+
+    @property
+    def needs_tokens(self) -> bool:
+        """No: what is saved does not depend on counts of tokens."""
+        return False
+
+
+class DeltaSelection:
+    """What of a base stands for what a delta checkpoint does not save: all that its deltas change.
+
+    Weights of at most one dim are saved all the same, if they have deltas: a replay is compared with
+    them.
+    """
+
+    def __init__(
+        self, options: Deltas, batch: DeltaBatchDoc, names: Iterable[str], base: Manifest
+    ) -> None:
+        self._fixed, self.base, self._batch = options.fixed, base, batch
+        self._changed = ChangedNames(names)
+        if base.deltas is None and any(True for _ in base.tensors.older()):
+            raise UsageError(
+                "the base has tensors of earlier steps, and no deltas lead from these to its own",
+                hint="save everything first, without deltas=",
+            )
+        if base.step is None or batch.first != base.step + 1:
+            raise UsageError(
+                f"the deltas begin with step {batch.first}, and the base is of step {base.step}",
+                hint="give the deltas of each step after the base, or save everything: without deltas=",
+            )
+
+    @property
+    def document(self) -> DeltasDoc:
+        """What the checkpoint records."""
+        before = self.base.deltas
+        if before is None:
+            assert self.base.step is not None  # noqa: S101 - checked before
+            return DeltasDoc(since=self.base.step, batches=(self._batch,))
+        return DeltasDoc(since=before.since, batches=(*before.batches, self._batch))
+
+    def held_by(self, local: LocalState) -> HeldByRanks:
+        """Of which tensors of the base a rank saves another one, unless it is equal."""
+        table, saved = self.base.tensors, set[int]()
+        for t in local.tensors:
+            row = table.row(*t.key)
+            if row is None:
+                continue
+            is_alike = (table[row].stored_dtype, table[row].shape) == (t.info.dtype, t.info.shape)
+            if not (is_alike and self._is_left(t.info.name, t.info.state, len(t.info.shape))):
+                saved.add(row)
+        return HeldByRanks(bits_of(row in saved for row in range(len(table))), b"")
+
+    def leave(self, held: HeldByRanks) -> list[TensorDoc]:
+        """The tensors of the base that stand for those that no rank saves."""
+        table = self.base.tensors
+        is_saved = rows_of_bits(held.tensors, len(table))
+        return [doc for doc, saved_now in zip(table, is_saved, strict=True) if not saved_now]
+
+    def _is_left(self, name: str, state: str, dims: int) -> bool:
+        if self._changed.has(name):
+            return state != "weight" or dims > 1
+        return any(fnmatchcase(name, glob) for glob in self._fixed)
+
+
+class ChangedNames:
+    """Tells of names of parameters whether deltas change them: those of their names, and of parts of these."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names: set[str] = set()
+        for name in names:
+            parts = name.split(".")
+            self._names.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter has a delta."""
+        return name in self._names
