@@ -124,5 +124,8 @@ def torchrun(world: int, script: list[str], log: Path) -> None:
         str(python), _MODULES, Program(script, environment, [str(log)], ranks=world), PATIENCE
     )
     if any(codes):
-        lines = [line for line in log.read_text().splitlines() if "Error" in line]
-        raise RuntimeError(f"DeepSpeed failed with {codes}, see {log}:\n" + "\n".join(lines[-12:]))
+        lines = log.read_text().splitlines()
+        told = [line for line in lines if "Error" in line][-12:] + lines[
+            -40:
+        ]  # a signal's traceback
+        raise RuntimeError(f"DeepSpeed failed with {codes}, see {log}:\n" + "\n".join(told))

@@ -19,6 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # for `tests`
+
+from tests.torch.leaving import leave
+
 PAGE = Path(__file__).parents[3] / "docs" / "sources" / "automodel.md"
 CONFIG = LlamaConfig(
     vocab_size=97,
@@ -102,8 +106,7 @@ def main() -> None:
     checkpointer.close()
     if dist.get_rank() == 0:
         (folder / f"found-{world}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

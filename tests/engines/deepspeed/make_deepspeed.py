@@ -26,6 +26,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # for `tests`
+
+from tests.torch.leaving import leave
+
 SCALARS = ("step",)
 STATES = {
     "adamw": ("exp_avg", "exp_avg_sq"),
@@ -443,7 +447,7 @@ def main() -> None:
     ds_engine.DeepSpeedEngine._broadcast_model = lambda _: None
     for spec in (Spec(**s) for s in specs):
         (make_fsdp if spec.fsdp else make)(spec, out)
-    dist.destroy_process_group()
+    leave()
 
 
 main()

@@ -21,7 +21,11 @@ import torch.distributed as dist
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # for `tests`
 sys.path.insert(0, str(Path(__file__).parents[2] / "data" / "deepspeed"))
+
+from tests.torch.leaving import leave
+
 make = importlib.import_module("make")
 
 _GROUPS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_PARALLEL_GROUP_RANKS",
@@ -85,7 +89,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     for spec in json.loads(Path(sys.argv[1]).read_text()):
         run({**spec, "world": dist.get_world_size()}, Path(sys.argv[2]))
-    dist.destroy_process_group()
+    leave()
 
 
 main()

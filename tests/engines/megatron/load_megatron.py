@@ -17,6 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parents[3]))  # for `tests`
+
+from tests.torch.leaving import leave
+
 _MAKER = Path(__file__).parents[2] / "data" / "megatron" / "make.py"
 
 
@@ -78,8 +82,7 @@ def main(job: dict[str, Any]) -> None:
         run.step(2)
     facts = {"iteration": loaded["iteration"], "torch": torch.__version__}
     (to / "facts.json").write_text(json.dumps(facts))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

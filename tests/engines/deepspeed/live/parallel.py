@@ -34,6 +34,7 @@ import ucformat
 import ucformat.torch
 import ucformat.torch.deepspeed as ucd
 from tests.engines.deepspeed.live.train import losses, said
+from tests.torch.leaving import leave
 from tests.torch.truth import hold
 from ucformat.engines.deepspeed.live_engine import inspect_engine, optimizer_tensors
 from ucformat.torch.comm.group import group_of
@@ -554,7 +555,7 @@ def main() -> None:
         else:
             run(task, out)
         dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torch.nn import functional as F  # noqa: N812
 import ucformat.torch
 import ucformat.torch.deepspeed as ucd
 from tests.torch.layouts import mesh_of
+from tests.torch.leaving import leave
 from tests.torch.models import ModelSpec, Net, build_net
 from tests.torch.truth import hold
 from ucformat.errors import UcformatError
@@ -346,7 +347,7 @@ def main() -> None:
         else:
             make(task, out)
         dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

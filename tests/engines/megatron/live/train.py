@@ -19,6 +19,7 @@ import torch.distributed as dist
 import tests.engines.megatron.live.beside  # noqa: F401
 from tests.engines.megatron.live import emerging, fused_adam
 from tests.engines.megatron.load_megatron import keep_steps, maker
+from tests.torch.leaving import leave
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -227,8 +228,7 @@ def main(job: dict[str, Any], kind: type[Training] = Training) -> None:
             actions[what](value)
     if dist.get_rank() == 0:
         Path(job["to"]).write_text(json.dumps({"losses": losses, **training.told}))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
