@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ucformat.errors import UsageError, first_names
+from ucformat.errors import IntegrityError, UsageError, first_names
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.execute import ReadOptions
@@ -79,13 +79,19 @@ class DeltaReader:
         for name, (indices, values) in parts.items():
             sparse, at = batch.sparse[name], 0
             for step, count in zip(batch.steps(name), sparse.counts, strict=True):
-                made[step][name] = torch.sparse_coo_tensor(
-                    indices[:, at : at + count],
-                    values[at : at + count],
-                    sparse.shape,
-                    is_coalesced=sparse.coalesced,
-                    check_invariants=True,  # indices come from a file
-                )
+                try:
+                    made[step][name] = torch.sparse_coo_tensor(
+                        indices[:, at : at + count],
+                        values[at : at + count],
+                        sparse.shape,
+                        is_coalesced=sparse.coalesced,
+                        check_invariants=True,  # indices come from a file
+                    )
+                except RuntimeError as error:
+                    raise IntegrityError(
+                        f"{self._ck.url}: the sparse delta {name} of step {step} is none: {error}",
+                        hint="restore it from another copy",
+                    ) from None
                 at += count
         return made
 

@@ -1,0 +1,327 @@
+"""Deltas: what is replayed is bit for bit what the training had, under every layout; what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ucformat
+from tests.torch.delta_program import State, Training
+from tests.torch.ranks import Ranks
+from ucformat.errors import IntegrityError, MissingData, NotCertified, StateMismatch, UsageError
+from ucformat.format.digest import with_own_digest
+from ucformat.schema import MANIFEST
+from ucformat.torch import Deltas, Experts, Manager, gradients, load, replay, save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PROGRAM = Ranks("tests.torch.delta_program")
+
+
+def check(having: State, truth: State) -> None:
+    assert having.keys() == truth.keys()
+    for key, tensor in truth.items():
+        assert torch.equal(having[key], tensor), key
+
+
+@pytest.mark.front("packed-fsdp2-tp2", "zarr-tp2-fsdp3", "packed-plain2-plain1")
+@pytest.mark.parametrize(
+    "target", [("plain", 1), ("fsdp", 3), ("tp", 2)], ids=lambda t: f"{t[0]}{t[1]}"
+)
+@pytest.mark.parametrize(
+    "source", [("plain", 2), ("fsdp", 2), ("tp", 2)], ids=lambda t: f"{t[0]}{t[1]}"
+)
+@pytest.mark.parametrize("form", ["packed", "zarr"])
+def test_a_replay_is_exact_under_each_layout(
+    form: str, source: tuple[str, int], target: tuple[str, int], tmp_path: Path
+) -> None:
+    given = {"layout": source[0], "steps": 17, "batch": 5, "form": form}
+    truth = PROGRAM.run("saved", source[1], tmp_path, **given)[0]
+    # tensor-parallel layers add up in another order
+    further = 0 if "tp" in (source[0], target[0]) else 2
+    asked: dict[str, Any] = {"layout": target[0], "steps": [2, 7, 17], "further": further}
+    for outcome in PROGRAM.run("replayed", target[1], tmp_path, **asked):
+        for step, (positive, at, kind, having) in outcome.items():
+            assert positive
+            assert at == step
+            assert kind in ("resume", "reshard")
+            for later, state in enumerate(having, step):
+                check(state, truth[later])
+
+
+def trained(folder: Path, steps: int, batch: int = 3, **arguments: Any) -> tuple[Training, State]:
+    """Train on one rank, and save everything at step 1, and each batch of deltas after it."""
+    training = Training(sparse=arguments.pop("sparse", False))
+    deltas = dict[int, dict[str, torch.Tensor]]()
+    for step in range(1, steps + 1):
+        deltas[step] = {name: d.clone() for name, d in training.train(step).items()}
+        if step == 1 or len(deltas) == batch:
+            given: dict[str, Any] = {"partial": Deltas(), "form": "packed"} | arguments
+            after = None if step == 1 else deltas
+            save(training.state, folder / str(step), step=step, **given, deltas=after)
+            deltas = {}
+    return training, training.whole()
+
+
+@pytest.mark.parametrize("form", ["packed", "zarr"])
+def test_sparse_deltas(form: str, tmp_path: Path) -> None:
+    _, truth = trained(tmp_path, 10, sparse=True, form=form)
+    fresh = Training(seed=4)
+    assert replay(tmp_path / "10", fresh.state)
+    check(fresh.whole(), truth)
+
+
+def test_sparse_deltas_of_any_count_on_two_ranks(tmp_path: Path) -> None:
+    truth = PROGRAM.run("saved", 2, tmp_path, layout="plain", steps=8, batch=3, sparse=True)[0]
+    for outcome in PROGRAM.run("replayed", 2, tmp_path, layout="fsdp", steps=[8], further=0):
+        positive, _, _, having = outcome[8]
+        assert positive
+        check(having[0], truth[8])
+
+
+def test_all_that_has_no_deltas_is_saved_if_it_changed(tmp_path: Path) -> None:
+    trained(tmp_path, 7)
+    ck = ucformat.open(tmp_path / "7")
+    weights = {key.name for key in ck.tensors if key.state == "weight"}
+    older = {key.name for key in ck.older if key.state == "weight"}
+    assert older == {"0.weight", "4.weight"}, "weights of two dims that deltas change"
+    assert "5.weight" in weights - older, "a frozen weight is as it was"
+    assert {"3.running_mean", "3.num_batches_tracked", "1.weight"} <= weights - older
+    assert all(step == 1 for step in ck.older.values())
+    assert not [key for key in ck.older if key.state.startswith("delta.")]
+    stored = {t.name for t in ck.universal.manifest.tensors if not t.is_referenced}
+    assert "5.weight" not in stored, "it is referenced"
+
+
+def test_fixed_tensors_are_neither_compared_nor_saved(tmp_path: Path) -> None:
+    training = Training()
+    training.train(1)
+    save(training.state, tmp_path / "1", step=1, partial=Deltas())
+    applied = training.train(2)
+    partial = Deltas(fixed=("5.*", "3.*"))
+    save(training.state, tmp_path / "2", step=2, partial=partial, deltas={2: applied})
+    older = {key.name for key in ucformat.open(tmp_path / "2").older}
+    assert {"5.weight", "5.bias", "3.running_mean"} <= older
+
+
+def test_loads_that_do_not_replay_are_refused_or_told(tmp_path: Path) -> None:
+    trained(tmp_path, 4)
+    fresh = Training(seed=3)
+    before = fresh.whole()
+    with pytest.raises(StateMismatch, match="step"):
+        load(fresh.state, tmp_path / "4", strict_step=True)
+    check(fresh.whole(), before)
+    report = load(fresh.state, tmp_path / "4")
+    assert not report
+    assert set(report.older.values()) == {3}
+
+
+def test_a_wrong_replay_is_found(tmp_path: Path) -> None:
+    trained(tmp_path, 4)
+    fresh = Training(seed=3)
+    state = {**fresh.state}
+    del state["scheduler"]  # so the learning rates are others
+    with pytest.raises(NotCertified, match="was not repeated"):
+        replay(tmp_path / "4", state, leave="scheduler")
+
+
+def test_a_function_of_the_user_applies_updates(tmp_path: Path) -> None:
+    """Low-rank updates of one weight, as names that are no parameters."""
+    layer = torch.nn.Linear(6, 5)
+    save({"model": layer}, tmp_path / "0", step=0, partial=Deltas())
+    deltas: dict[int, dict[str, torch.Tensor]] = {}
+
+    def apply(_: int, parts: Any) -> None:
+        with torch.no_grad():
+            layer.weight += parts["weight.left"] @ parts["weight.right"]
+
+    for step in (1, 2, 3):
+        deltas[step] = {"weight.left": torch.randn(5, 1), "weight.right": torch.randn(1, 6)}
+        apply(step, deltas[step])
+    save({"model": layer}, tmp_path / "3", step=3, partial=Deltas(), deltas=deltas)
+    assert "weight" in {key.name for key in ucformat.open(tmp_path / "3").older}
+    want = layer.weight.clone()
+    steps: list[int] = []
+    with torch.no_grad():
+        layer.weight.zero_()
+    report = replay(
+        tmp_path / "3",
+        {"model": layer},
+        lambda step, parts: (steps.append(step), apply(step, parts)),
+    )
+    assert report
+    assert steps == [1, 2, 3]
+    assert torch.equal(layer.weight, want)
+    with pytest.raises(UsageError, match="no optimizer"):
+        replay(tmp_path / "3", {"model": layer})
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"deltas": {4: {}}}, "step 4"),  # one is left out
+    ({"deltas": {2: {}, 4: {}}}, "steps 2, 4"),
+    ({"deltas": {2: {}}}, "checkpoint of step 3"),
+    ({"deltas": {}}, "none"),
+    ({"deltas": {2: {"a": 1}, 3: {}}}, "not tensors by name"),
+    ({"deltas": {2: {"a": torch.zeros(2)}, 3: {"a": torch.zeros(3)}}}, "differ in"),
+    ({"deltas": {2: {}, 3: {}}, "partial": None}, "without partial=Deltas"),
+    ({"deltas": {2: {}, 3: {}}, "partial": Experts()}, "without partial=Deltas"),
+    ({"deltas": {2: {}, 3: {}}, "base": False}, "no checkpoint that the deltas"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), REFUSED)
+def test_what_cannot_be_replayed_is_refused(
+    given: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    training = Training()
+    training.train(1)
+    save(training.state, tmp_path / "1", step=1, partial=Deltas())
+    arguments = {"step": 4 if 4 in given["deltas"] else 3, "partial": Deltas()} | given
+    with pytest.raises(UsageError, match=says):
+        save(training.state, tmp_path / "next", **arguments)
+    assert not (tmp_path / "next" / MANIFEST).exists()
+
+
+def change_manifest(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change a manifest, with the digest of what it has then."""
+    manifest = folder / MANIFEST
+    doc = json.loads(manifest.read_text())
+    change(doc)
+    del doc["digest"]
+    manifest.write_bytes(with_own_digest(json.dumps(doc).encode()))
+
+
+def test_a_base_with_older_tensors_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, 4)
+    change_manifest(tmp_path / "4", lambda doc: doc.pop("deltas"))
+    training = Training()
+    with pytest.raises(UsageError, match="earlier steps"):
+        save(training.state, tmp_path / "5", step=5, partial=Deltas(), deltas={5: {}})
+
+
+def test_ranks_with_different_deltas_are_refused(tmp_path: Path) -> None:
+    for kind, text in PROGRAM.run("differing", 2, tmp_path):
+        assert kind == "UsageError"
+        assert "0.weight (delta.2)" in text
+    assert not (tmp_path / "2" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d["batches"][0].update(first=3), "follow"),
+        (lambda d: d["batches"][0].update(last=10**15), "follow"),
+        (lambda d: d["batches"].pop(), "end with"),
+        (lambda d: d.update(since=-5), "follow"),
+        (lambda d: d["batches"][0].update(partial={"0.weight": [9]}), "no deltas of a batch"),
+        (lambda d: d["batches"][0].update(partial={"0.weight": [2]}), "no deltas of a batch"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    change: Any, says: str, tmp_path: Path
+) -> None:
+    trained(tmp_path, 7)
+    change_manifest(tmp_path / "7", lambda doc: change(doc["deltas"]))
+    with pytest.raises(IntegrityError, match=says):
+        ucformat.open(tmp_path / "7")
+
+
+def test_indices_beyond_the_tensor_are_refused(tmp_path: Path) -> None:
+    training = Training()
+    training.train(1)
+    save(training.state, tmp_path / "1", step=1, partial=Deltas())
+    indices = torch.tensor([[3], [4]])
+    delta = torch.sparse_coo_tensor(indices, torch.ones(1), (9, 9), check_invariants=True)
+    save(training.state, tmp_path / "2", step=2, partial=Deltas(), deltas={2: {"x": delta}})
+    smaller = {"shape": [2, 2]}
+    change_manifest(
+        tmp_path / "2", lambda doc: doc["deltas"]["batches"][0]["sparse"]["x"].update(smaller)
+    )
+    with pytest.raises(IntegrityError, match="x of step 2"):
+        replay(tmp_path / "2", Training().state, lambda *_: None)
+
+
+def test_a_chain_whose_whole_checkpoint_is_gone(tmp_path: Path) -> None:
+    trained(tmp_path, 7)
+    manifest = tmp_path / "1" / MANIFEST
+    manifest.unlink()
+    with pytest.raises((MissingData, IntegrityError)):
+        replay(tmp_path / "7", Training().state)
+
+
+class TestManager:
+    """Batches, whole saves, restarts and last saves of `Manager`."""
+
+    @staticmethod
+    def run(folder: Path, steps: int, **arguments: Any) -> dict[int, State]:
+        training, at = Training(), dict[int, State]()
+        given: Any = {"form": "packed", "partial": Deltas(batch=4, full=15)} | arguments
+        with Manager(folder, **given) as manager:
+            report = manager.restore_latest(training.state)
+            first = 1 if report is None else report.step + 1
+            at[first - 1] = training.whole()
+            for step in range(first, first + steps):
+                applied = training.train(step)
+                manager.save(step, training.state, deltas=applied)
+                at[step] = training.whole()
+        return at
+
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    def test_restarts_go_on_exactly(self, asynchronous: bool, tmp_path: Path) -> None:
+        training, truth = Training(), dict[int, State]()
+        truth[0] = training.whole()
+        for step in range(1, 45):
+            training.train(step)
+            truth[step] = training.whole()
+        begun = []
+        for _ in range(3):
+            at = self.run(tmp_path, 14, asynchronous=asynchronous)
+            begun.append(min(at))
+            for step, state in at.items():
+                check(state, truth[step])
+        assert begun == [0, 13, 24]
+        kinds = {
+            int(path.parent.name[-8:]): ucformat.open(path.parent).manifest.deltas is not None
+            for path in tmp_path.glob(f"step-*/{MANIFEST}")
+        }
+        assert [step for step in sorted(kinds) if not kinds[step]] == [1, 16, 31]
+
+    def test_each_step_needs_its_deltas(self, tmp_path: Path) -> None:
+        training = Training()
+        with Manager(tmp_path, partial=Deltas(batch=4)) as manager:
+            training.train(1)
+            assert manager.save(1, training.state)
+            with pytest.raises(UsageError, match="step 2 has no deltas"):
+                manager.save(2, training.state)
+            manager.save(2, training.state, deltas={})
+            with pytest.raises(UsageError, match="do not follow"):
+                manager.save(4, training.state, deltas={})
+
+    def test_the_last_save_has_the_steps_since_the_batch(self, tmp_path: Path) -> None:
+        training = Training()
+        with Manager(tmp_path, partial=Deltas(batch=8)) as manager:
+            for step in range(1, 6):
+                manager.save(step, training.state, deltas=training.train(step), force=step == 5)
+        fresh = Training(seed=2)
+        with Manager(tmp_path, partial=Deltas(batch=8)) as manager:
+            report = manager.restore_latest(fresh.state)
+        assert report is not None
+        assert report.step == 5
+        check(fresh.whole(), training.whole())
+
+    def test_every_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="every"):
+            Manager(tmp_path, every=5, partial=Deltas())
+
+
+def test_gradients_have_the_names_of_checkpoints() -> None:
+    training = Training()
+    training.train(1)
+    assert gradients(training.state).keys() == {
+        f"{layer}.{part}" for layer in (0, 1, 3) for part in ("weight", "bias")
+    } | {"4.weight"}
