@@ -47,7 +47,7 @@ def test_json_has_everything(run: Run, committed: Path) -> None:
     found = object_of(run("show", committed, "--json").stdout)
     assert list(found) == [
         "url", "kind", "id", "step", "engine", "layout", "parameters", "dtypes", "whole", "outdated", "states", "total",
-        "dropped", "lossy", "older", "lost", "unreadable",
+        "dropped", "lossy", "older", "lost", "deltas", "unreadable",
         "aliases", "groups", "objects", "per_rank", "assets", "unread", "missing",
         "zarr_url", "hf_url", "packed", "encoded", "bases", "unprotected", "catalog",
     ]  # fmt: skip

@@ -102,7 +102,7 @@ def test_saving_less(tmp_path: Path) -> None:
 
 
 def test_saving_some_experts(tmp_path: Path) -> None:
-    first, second, shown, verified = follow("sparse.md", tmp_path)
+    first, second, shown, verified, *of_deltas = follow("sparse.md", tmp_path)
     nbytes = {
         int(step): int(n.replace(",", ""))
         for step, n in re.findall(r"step (\d+): ([\d,]+) bytes", first + second)
@@ -114,6 +114,10 @@ def test_saving_some_experts(tmp_path: Path) -> None:
     assert re.search(r"older +\d+ tensors", shown)
     assert re.search(r"lost +\d+\.\d+ % of tokens", shown)
     assert "older than the checkpoint's step" in verified
+    once, again, shown = of_deltas
+    assert "trained up to step 50, saved" in once
+    assert "trained up to step 99, saved" in again, "from step 49, the last of a batch"
+    assert re.search(r"deltas +of steps 2 to 97", shown)
 
 
 @pytest.mark.matrix

@@ -372,6 +372,7 @@ def _summary(ck: Checkpoint) -> dict[str, Any]:
         "lossy": _lossy(ck),
         "older": _older(ck),
         "lost": manifest.experts.lost if manifest and manifest.experts else None,
+        "deltas": _deltas(manifest),
         "unreadable": [
             {"name": k.name, "state": k.state, "reason": why} for k, why in ck.unreadable.items()
         ],
@@ -452,6 +453,14 @@ def _older(ck: Checkpoint) -> list[dict[str, Any]]:
     return [{"step": s, "tensors": tensors[s], "bytes": nbytes[s]} for s in sorted(tensors)]
 
 
+def _deltas(manifest: Manifest | None) -> dict[str, int] | None:
+    """The step at which everything was saved, the last of which there are deltas, and the number of their batches."""
+    if manifest is None or manifest.deltas is None:
+        return None
+    since, batches = manifest.deltas.since, manifest.deltas.batches
+    return {"since": since, "last": batches[-1].last, "batches": len(batches)}
+
+
 def _bases(ck: Checkpoint) -> list[dict[str, Any]]:
     """The checkpoints of which tensors are: their ids and places, and how many tensors and bytes; and of patches."""
     if ck.universal is None or ck.viewed:
@@ -488,6 +497,7 @@ def _from_catalog(entry: Entry, tensors: Sequence[TensorInfo]) -> dict[str, Any]
         "lossy": None,
         "older": None,
         "lost": None,
+        "deltas": None,
         "unreadable": None,
         "aliases": None,
         "groups": None,
@@ -597,6 +607,9 @@ def _storage(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
     for older in s["older"] or ():
         amount = f"{plural(older['tensors'], 'tensor')} ({bytes_text(older['bytes'])})"
         yield from field("older", f"{amount} of step {older['step']}", width)
+    if deltas := s["deltas"]:
+        steps = f"of steps {deltas['since'] + 1} to {deltas['last']}"
+        yield from field("deltas", f"{steps}, which ucformat.torch.replay applies", width)
     if s["lost"] is not None:
         yield from field(
             "lost", f"{s['lost'] * 100:.2f} % of tokens, if training goes on from here", width
