@@ -30,6 +30,7 @@ BENCHMARKS = {
     "certify": "Certificates",
     "increments": "Increments",
     "partial": "Partial saves",
+    "deltas": "Deltas of each step",
     "tiers": "Recovery from tiers",
     "codecs": "Codecs and patches",
     "publish": "Publishing weights",

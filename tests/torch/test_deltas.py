@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ucformat
 from tests.torch.delta_program import State, Training
@@ -14,7 +16,20 @@ from tests.torch.ranks import Ranks
 from ucformat.errors import IntegrityError, MissingData, NotCertified, StateMismatch, UsageError
 from ucformat.format.digest import with_own_digest
 from ucformat.schema import MANIFEST
-from ucformat.torch import Deltas, Experts, Manager, gradients, load, replay, save
+from ucformat.torch import (
+    DeltaCosts,
+    Deltas,
+    Experts,
+    Manager,
+    gradients,
+    load,
+    merge_deltas,
+    replay,
+    save,
+    tune_deltas,
+)
+from ucformat.torch.loading.deltas import GradientSteps
+from ucformat.torch.manager.tuning import wasted_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +109,7 @@ def test_all_that_has_no_deltas_is_saved_if_it_changed(tmp_path: Path) -> None:
     assert {"3.running_mean", "3.num_batches_tracked", "1.weight"} <= weights - older
     assert all(step == 1 for step in ck.older.values())
     assert not [key for key in ck.older if key.state.startswith("delta.")]
-    stored = {t.name for t in ck.universal.manifest.tensors if not t.is_referenced}
+    stored = {t.name for t in ck.manifest.tensors if not t.is_referenced}
     assert "5.weight" not in stored, "it is referenced"
 
 
@@ -147,13 +162,14 @@ def test_a_function_of_the_user_applies_updates(tmp_path: Path) -> None:
     assert "weight" in {key.name for key in ucformat.open(tmp_path / "3").older}
     want = layer.weight.clone()
     steps: list[int] = []
+
+    def noted(step: int, parts: Any) -> None:
+        steps.append(step)
+        apply(step, parts)
+
     with torch.no_grad():
         layer.weight.zero_()
-    report = replay(
-        tmp_path / "3",
-        {"model": layer},
-        lambda step, parts: (steps.append(step), apply(step, parts)),
-    )
+    report = replay(tmp_path / "3", {"model": layer}, noted)
     assert report
     assert steps == [1, 2, 3]
     assert torch.equal(layer.weight, want)
@@ -263,7 +279,7 @@ class TestManager:
         given: Any = {"form": "packed", "partial": Deltas(batch=4, full=15)} | arguments
         with Manager(folder, **given) as manager:
             report = manager.restore_latest(training.state)
-            first = 1 if report is None else report.step + 1
+            first = (report.step or 0) + 1 if report is not None else 1
             at[first - 1] = training.whole()
             for step in range(first, first + steps):
                 applied = training.train(step)
@@ -317,6 +333,122 @@ class TestManager:
     def test_every_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="every"):
             Manager(tmp_path, every=5, partial=Deltas())
+
+
+class TestMerging:
+    """Whole checkpoints that are made of deltas beside a training."""
+
+    @staticmethod
+    def train(folder: Path, steps: int, merged: Path) -> tuple[Training, State]:
+        training = Training(seed=5)
+        partial = Deltas(batch=2, merged=str(merged))
+        with Manager(folder / "run", form="packed", partial=partial) as manager:
+            report = manager.restore_latest(training.state)
+            first = (report.step or 0) + 1 if report is not None else 1
+            for step in range(first, first + steps):
+                manager.save(step, training.state, deltas=training.train(step))
+        return training, training.whole()
+
+    def test_a_replay_starts_from_it(self, tmp_path: Path) -> None:
+        run, merged = tmp_path / "run", tmp_path / "merged"
+        beside = Training(seed=6)
+        _, truth = self.train(tmp_path, 5, merged)
+        report = merge_deltas(run, merged, beside.state)
+        assert report is not None
+        assert report.step == 5
+        check(beside.whole(), truth)
+        assert merge_deltas(run, merged, beside.state) is None, "it was merged before"
+        self.train(tmp_path, 6, merged)
+        calls: list[int] = []
+        fresh = Training(seed=7)
+        steps = GradientSteps(fresh.state)
+
+        def noted(step: int, deltas: Any) -> None:
+            calls.append(step)
+            steps(step, deltas)
+
+        newest = max(run.glob("step-*"))
+        assert merge_deltas(run, merged, fresh.state, noted)
+        assert calls == list(range(6, 12)), "only the steps since"
+        again = Training(seed=8)
+        assert replay(newest, again.state)
+        check(again.whole(), fresh.whole())
+        ck = ucformat.open(max(merged.glob("step-*")))
+        assert not ck.older
+        assert not ck.manifest.bases, "it needs no other"
+        loaded = Training(seed=9)
+        assert load(loaded.state, ck)
+        check(loaded.whole(), fresh.whole())
+
+    def test_a_damaged_one_is_not_used(self, tmp_path: Path, caplog: Any) -> None:
+        merged = tmp_path / "merged"
+        _, truth = self.train(tmp_path, 5, merged)
+        merge_deltas(tmp_path / "run", merged, Training().state)
+        (data,) = merged.glob("step-*/data/*/*.bin")
+        data.write_bytes(bytes(data.stat().st_size))
+        fresh = Training(seed=8)
+        partial = Deltas(batch=2, merged=str(merged))
+        with Manager(tmp_path / "run", form="packed", partial=partial) as manager:
+            assert manager.restore_latest(fresh.state)
+        check(fresh.whole(), truth)
+        assert "is not used" in caplog.text
+
+    def test_one_of_another_run_is_refused(self, tmp_path: Path) -> None:
+        training, _ = self.train(tmp_path, 5, tmp_path / "none")
+        save(training.state, tmp_path / "other", step=3)
+        with pytest.raises(UsageError, match="no whole checkpoint to which"):
+            replay(tmp_path / "run" / "step-00000005", training.state, start=tmp_path / "other")
+
+    def test_there_is_nothing_to_merge(self, tmp_path: Path) -> None:
+        training = Training()
+        save(training.state, tmp_path / "run" / "step-00000001", step=1)
+        assert merge_deltas(tmp_path / "run", tmp_path / "merged", training.state) is None
+
+
+class TestTuning:
+    """The choice by the model of wasted time is the best one of all, and speeds are those that were recorded."""
+
+    @settings(max_examples=60)
+    @given(
+        iteration=st.floats(0.01, 30),
+        whole=st.floats(0, 100),
+        batch=st.floats(0, 1),
+        step=st.floats(0, 30),
+        mtbf=st.floats(60, 1e6),
+    )
+    def test_nothing_is_better(
+        self, iteration: float, whole: float, batch: float, step: float, mtbf: float
+    ) -> None:
+        costs = DeltaCosts(iteration, whole, batch, 60, step)
+        chosen = tune_deltas(costs, mtbf, max_batch=12, max_chain=7)
+        assert chosen.full is not None
+        best = wasted_share(costs, mtbf, chosen.batch, chosen.full)
+        for b in range(1, 13):
+            for full in range(b, 8 * b + 1):
+                assert best <= wasted_share(costs, mtbf, b, full) * (1 + 1e-9)
+
+    def test_speeds_are_taken_from_a_run(self, tmp_path: Path) -> None:
+        TestManager.run(tmp_path, 9)
+        costs = DeltaCosts.measured(tmp_path, start=30)
+        assert 0 < costs.iteration < 30
+        assert costs.step == costs.iteration
+        stalls = [
+            max(w.stall for w in ucformat.open(place.parent).manifest.writers)
+            for place in tmp_path.glob(f"step-*/{MANIFEST}")
+        ]
+        assert min(stalls) <= costs.batch <= max(stalls)
+        chosen = tune_deltas(costs, 3600)
+        with pytest.raises(MissingData, match="no save of everything"):
+            DeltaCosts.measured(tmp_path / "empty", start=1)
+        assert chosen.batch >= 1
+
+    @pytest.mark.parametrize("wrong", [{"iteration": 0}, {"whole": -1}, {"step": float("nan")}])
+    def test_numbers_that_are_none_are_refused(self, wrong: Any) -> None:
+        right = {"iteration": 1, "whole": 1, "batch": 1, "start": 1, "step": 1}
+        with pytest.raises(UsageError):
+            DeltaCosts(**right | wrong)
+        with pytest.raises(UsageError, match="mtbf"):
+            tune_deltas(DeltaCosts(**right), 0)
 
 
 def test_gradients_have_the_names_of_checkpoints() -> None:

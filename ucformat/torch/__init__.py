@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ucformat.torch.loading.replay import replay
     from ucformat.torch.manager.increments import Increments
     from ucformat.torch.manager.manager import Manager
+    from ucformat.torch.manager.merging import merge_deltas
+    from ucformat.torch.manager.tuning import DeltaCosts, tune_deltas
     from ucformat.torch.publishing.publish import Published, Publisher, publish
     from ucformat.torch.publishing.subscribe import Subscription, Update, subscribe
     from ucformat.torch.saving.asynchronous import async_save
@@ -41,6 +43,7 @@ __all__ = [
     "Certificate",
     "CertificateEntry",
     "ChangedRows",
+    "DeltaCosts",
     "Deltas",
     "Experts",
     "Increments",
@@ -69,12 +72,14 @@ __all__ = [
     "gradients",
     "load",
     "load_into",
+    "merge_deltas",
     "publish",
     "replay",
     "reshard",
     "save",
     "state_dict",
     "subscribe",
+    "tune_deltas",
 ]
 
 _HOMES = {
@@ -82,6 +87,7 @@ _HOMES = {
     "Certificate": "ucformat.torch.certificate",
     "CertificateEntry": "ucformat.torch.certificate",
     "ChangedRows": "ucformat.torch.state.changed",
+    "DeltaCosts": "ucformat.torch.manager.tuning",
     "Deltas": "ucformat.torch.saving.deltas",
     "Experts": "ucformat.torch.saving.experts",
     "Increments": "ucformat.torch.manager.increments",
@@ -110,12 +116,14 @@ _HOMES = {
     "gradients": "ucformat.torch.loading.deltas",
     "load": "ucformat.torch.loading.load",
     "load_into": "ucformat.torch.loading.load_into",
+    "merge_deltas": "ucformat.torch.manager.merging",
     "publish": "ucformat.torch.publishing.publish",
     "replay": "ucformat.torch.loading.replay",
     "reshard": "ucformat.torch.tiers.live",
     "save": "ucformat.torch.saving.save",
     "state_dict": "ucformat.torch.loading.load",
     "subscribe": "ucformat.torch.publishing.subscribe",
+    "tune_deltas": "ucformat.torch.manager.tuning",
 }
 
 record_commits()  # saves are recorded in the catalog

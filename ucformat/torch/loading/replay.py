@@ -47,6 +47,8 @@ def replay(
     ref: str | PathLike[str] | Checkpoint,
     state: Mapping[str, Any],
     step_fn: Callable[..., Any] | None = None,
+    *,
+    start: str | PathLike[str] | None = None,
     **arguments: Unpack[LoadArguments],
 ) -> LoadReport:
     """Fill a training state with the exact one of a checkpoint that has older tensors; all ranks call this together.
@@ -70,6 +72,8 @@ def replay(
             parameters have the layout of these (default: they are gradients, which the optimizers
             and LR schedulers of the state apply). Of a window, `step_fn(step)` trains one step, the one
             of this number: forward and backward pass, and update, with the data of that step.
+        start: of deltas, a checkpoint that `merge_deltas` made of an earlier part of the chain: only the
+            deltas after its step are applied (default: the one that has everything).
         arguments: those of `LoadArguments`, by keyword, but `strict_step`. `certify` compares what
             was loaded last, too.
 
@@ -77,7 +81,8 @@ def replay(
         the report of the last load, with the step of `ref`.
 
     Raises:
-        UsageError: `ref` is neither of a window nor of a chain of deltas, or there is no `step_fn`.
+        UsageError: `ref` is neither of a window nor of a chain of deltas, there is no `step_fn`, or `start`
+            is not of the chain.
         MissingData: no window before it is complete.
         NotCertified: the training did not repeat itself.
     """
@@ -96,8 +101,11 @@ def replay(
                     f"{opened.url} is of a window, whose steps have to be trained again",
                     hint="replay(ref, state, step_fn), where step_fn(step) trains a step",
                 )
-        whole = replace(options, strict_step=False)
-        report = load_state(state, open_together(parts[0], ranks), ranks, whole)
+        whole = open_together(parts[0] if start is None else start, ranks, more=True)
+        with ranks.sharing_errors():
+            if start is not None:
+                _check_start(whole, opened, deltas)
+        report = load_state(state, whole, ranks, replace(options, strict_step=False))
         if deltas is not None:
             report, compared = _apply_deltas(state, opened, deltas, step_fn, ranks, options, report)
         else:
@@ -137,13 +145,15 @@ def _apply_deltas(
     with ranks.sharing_errors():
         apply = GradientSteps(state, options.names) if step_fn is None else step_fn
         reader = DeltaReader(ck, state, options)
-    for batch in deltas.batches:
+    first = report.step or 0  # which is loaded
+    for batch in (b for b in deltas.batches if b.last > first):
         with (
             ranks.sharing_errors()
         ):  # a rank that cannot read must not leave others alone in a step
             steps = reader.read(batch)
         for step, of_step in steps.items():
-            apply(step, of_step)
+            if step > first:
+                apply(step, of_step)
     changed = ChangedNames(key.name for key in ck.tensors if is_delta(key.state))
     compared = _check_repeated(
         state, ck, ranks, options, lambda key: key.state == "weight" and changed.has(key.name)
@@ -152,6 +162,23 @@ def _apply_deltas(
     rest = load_state(state, ck, ranks, replace(options, own_step=True, leave=leave))
     nbytes = report.nbytes + reader.nbytes + rest.nbytes
     return replace(rest, nbytes=nbytes, seconds=report.seconds + rest.seconds), compared
+
+
+def _check_start(whole: Checkpoint, ck: Checkpoint, deltas: DeltasDoc | None) -> None:
+    """Check that a whole checkpoint is one to which a part of a chain of deltas leads."""
+    chain = {ck.id} | {base.id for base in (ck.universal.manifest.bases if ck.universal else ())}
+    manifest = None if whole.universal is None else whole.universal.manifest
+    edges = () if manifest is None else manifest.lineage
+    is_of_chain = manifest is not None and not chain.isdisjoint(
+        {manifest.id, *(e.id for e in edges)}
+    )
+    step, last = whole.metadata.step, ck.metadata.step
+    is_within = step is not None and deltas is not None and deltas.since <= step <= (last or 0)
+    if not is_of_chain or not is_within or whole.metadata.older:
+        raise UsageError(
+            f"{whole.url} is no whole checkpoint to which deltas of {ck.url} lead",
+            hint="one that merge_deltas has made of this run; or leave start out",
+        )
 
 
 def _train_again(

@@ -370,7 +370,9 @@ class Manager:
         ranks = self._ranks()
         places = self._run_places(ranks)
         try:
-            restored = restore_newest(places, state, verify, ranks, options, step_fn)
+            partial = self._arguments.get("partial")
+            merged = partial.merged if isinstance(partial, Deltas) else None
+            restored = restore_newest(places, state, verify, ranks, options, step_fn, merged)
         finally:
             places.close()
         if restored is None:

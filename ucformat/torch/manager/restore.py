@@ -23,6 +23,7 @@ from ucformat.torch.loading.load import load
 from ucformat.torch.loading.match import edge_of, holds_training
 from ucformat.torch.loading.replay import replay
 from ucformat.torch.loading.share import open_together
+from ucformat.torch.manager.merging import find_merged
 from ucformat.torch.manager.steps import RunContents, RunStep, list_steps
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ def restore_newest(
     ranks: Group,
     options: Mapping[str, Any],
     step_fn: Callable[..., Any] | None = None,
+    merged: str | None = None,
 ) -> Restored | None:
     """Load the newest intact checkpoint of a run; damaged ones are skipped, with a warning on rank 0."""
     listed = places.list(ranks)
@@ -256,7 +258,7 @@ def restore_newest(
     for url, _, why in listed.unreadable:
         skip(url, why)
     for step in listed.steps:
-        loaded = _restore(places, step, state, verify, ranks, options, step_fn)
+        loaded = _restore(places, step, state, verify, ranks, options, step_fn, merged)
         if isinstance(loaded, str):
             skip(step.url, loaded)
             continue
@@ -281,6 +283,7 @@ def _restore(
     ranks: Group,
     options: Mapping[str, Any],
     step_fn: Callable[..., Any] | None,
+    merged: str | None,
 ) -> tuple[LoadReport, int] | str:
     """Load a checkpoint, from other copies where some are damaged; returns why it cannot be loaded.
 
@@ -302,11 +305,11 @@ def _restore(
         )
         check: Verify = "whole" if mode == "full" else "always"
         try:
-            report = (
-                replay(ck, state, step_fn, verify=check, **options)
-                if replayed
-                else load(state, ck, verify=check, **options)
-            )
+            if replayed:
+                replaying = {"verify": check, **options}
+                report = _replay(ck, state, step_fn, merged, ranks, replaying)
+            else:
+                report = load(state, ck, verify=check, **options)
         except IntegrityError as error:  # raised on all ranks
             if mode == "quick" and not isinstance(places, RunFolder):
                 mode = "full"  # which finds the copy that is damaged
@@ -317,6 +320,25 @@ def _restore(
             edge = edge_of(ck, report.layout, continues=True, readers=readers)
             report = replace(report, lineage=edge)
         return report, step.step if manifest.deltas is None else manifest.deltas.since
+
+
+def _replay(
+    ck: Checkpoint,
+    state: Mapping[str, Any],
+    step_fn: Callable[..., Any] | None,
+    merged: str | None,
+    ranks: Group,
+    options: Mapping[str, Any],
+) -> LoadReport:
+    """Replay a checkpoint from the newest merged one, or if that is damaged from the whole one of its chain."""
+    start = find_merged(ck.url, merged, ranks) if merged else None
+    if start is not None:
+        try:
+            return replay(ck, state, step_fn, start=start, **options)
+        except IntegrityError as error:  # raised on all ranks
+            if not ranks.rank:
+                _log.warning("the merged checkpoint %s is not used: %s", start, error.message)
+    return replay(ck, state, step_fn, **options)
 
 
 def _list(root: str) -> RunContents:

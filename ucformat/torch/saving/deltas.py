@@ -37,6 +37,8 @@ class Deltas:
         fixed: globs of names of tensors without deltas that are not saved, because they do not change
             or the replay makes them: frozen weights, a moving average. Others are saved if they have
             changed.
+        merged: a folder in which `merge_deltas` makes whole checkpoints of the run beside the training,
+            from which `Manager` starts replays.
         max_chain: how many delta checkpoints of `Manager` may follow each other before everything is
             saved, at most 63.
 
@@ -47,6 +49,7 @@ class Deltas:
     batch: int = 1
     full: int | None = None
     fixed: tuple[str, ...] = ()
+    merged: str | None = None
     max_chain: int = MAX_CHAIN - 1
 
     def __post_init__(self) -> None:

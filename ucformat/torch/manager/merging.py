@@ -1,0 +1,98 @@
+"""`merge_deltas`: beside a training, makes a whole checkpoint of the newest one and the deltas since."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Unpack
+
+from ucformat.errors import check_keywords
+from ucformat.format.structure import read_manifest
+from ucformat.storage.url import open_store
+from ucformat.torch.comm.group import TIMEOUT, group_for_call
+from ucformat.torch.loading.arguments import LoadArguments
+from ucformat.torch.loading.replay import replay
+from ucformat.torch.manager.steps import list_steps
+from ucformat.torch.saving.save import save
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from os import PathLike
+
+    from ucformat.torch.comm.group import Group
+    from ucformat.torch.loading.load import LoadReport
+
+__all__ = ["merge_deltas"]
+
+
+def merge_deltas(
+    run: str | PathLike[str],
+    into: str | PathLike[str],
+    state: Mapping[str, Any],
+    step_fn: Callable[..., Any] | None = None,
+    **arguments: Unpack[LoadArguments],
+) -> LoadReport | None:
+    """Replay the newest deltas of a run, and save everything as it is after them; all ranks call this together.
+
+    Other processes than those of the training do this while it goes on, with a state of their own, of
+    any layout, such as one on the CPU: they only read what is committed. The replay starts from what
+    they have saved last.
+
+    Args:
+        run: the folder of the run, as of `Manager`.
+        into: another folder, for whole checkpoints, each as `step-00001000`. With `Deltas(merged=…)`,
+            `Manager.restore_latest` starts from the newest of them.
+        state: as for `load`; it has the state of the newest checkpoint afterwards.
+        step_fn: as for `replay`.
+        arguments: those of `replay`, by keyword.
+
+    Returns:
+        the report of the replay; None if the newest checkpoint of the run has no deltas, or was merged before.
+    """
+    check_keywords("merge_deltas", arguments, LoadArguments)
+    timeout, group = arguments.get("timeout", TIMEOUT), arguments.get("group")
+    with group_for_call("merge_deltas", run, group, timeout) as ranks:
+        newest: str = ranks.combine(None, then=lambda _: _newest(run), answer_kind=str)
+        start = find_merged(newest, into, ranks) if newest else None
+    if not newest:
+        return None
+    merged = None if start is None else read_manifest(open_store(start))[0].step
+    if merged is not None and merged == read_manifest(open_store(newest))[0].step:
+        return None
+    report = replay(newest, state, step_fn, start=start, **arguments)
+    place = f"{open_store(into).url}/step-{report.step:08}"
+    save(
+        state,
+        place,
+        step=report.step,
+        form="packed",
+        lineage=[report.lineage],
+        group=group,
+        timeout=timeout,
+    )
+    return report
+
+
+def _newest(run: str | PathLike[str]) -> str:
+    """The place of the newest checkpoint of a run, if it has deltas; empty if not."""
+    steps = list_steps(open_store(run).url).steps
+    if not steps or read_manifest(open_store(steps[0].url))[0].deltas is None:
+        return ""
+    return steps[0].url
+
+
+def find_merged(ref: str, into: str | PathLike[str], ranks: Group) -> str | None:
+    """The place of the newest whole checkpoint that was made of a chain of deltas; None if there is none."""
+
+    def find(_: None) -> str:
+        manifest, _size = read_manifest(open_store(ref))
+        if manifest.deltas is None or manifest.step is None:
+            return ""
+        chain = {manifest.id} | {base.id for base in manifest.bases}
+        steps = list_steps(open_store(into).url).steps
+        within = [s for s in steps if manifest.deltas.since < s.step <= manifest.step]
+        for step in sorted(within, key=lambda s: s.step, reverse=True):
+            edges = read_manifest(open_store(step.url))[0].lineage
+            if not chain.isdisjoint(edge.id for edge in edges):
+                return step.url
+        return ""
+
+    return ranks.combine(None, then=find, answer_kind=str) or None
