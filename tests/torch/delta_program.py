@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from ucformat.torch import Deltas, gradients, replay, save
+from ucformat.torch import Deltas, Manager, gradients, replay, save
 from ucformat.torch.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
@@ -131,6 +134,34 @@ def replayed(folder: Path, *, layout: str, steps: list[int], further: int = 2) -
             having.append(training.whole())
         out[step] = bool(report), report.step, report.lineage.kind, having
     return out
+
+
+def trained(folder: Path, *, steps: int) -> dict[int, State]:
+    """Train without any checkpoint; what there was after each step."""
+    training, at = Training(), dict[int, State]()
+    for step in range(steps + 1):
+        if step:
+            training.train(step)
+        at[step] = training.whole()
+    return at
+
+
+def killed(folder: Path, *, seed: int, layout: str = "plain", steps: int = 400) -> Any:
+    """Restore, and train on, until this rank is killed at some instant; what was restored."""
+    chance = random.Random(seed)
+    training = Training(layout, seed=seed)
+    partial = Deltas(batch=chance.randint(1, 4), full=chance.randint(5, 30))
+    given: Any = {"form": "packed", "partial": partial, "asynchronous": chance.random() < 0.7}
+    with Manager(folder / "run", **given) as manager:
+        report = manager.restore_latest(training.state)
+        first = 1 if report is None else (report.step or 0) + 1
+        kept = folder / f"restored-{seed}-{os.environ.get('RANK', '0')}.pt"
+        torch.save((first - 1, training.whole()), kept)
+        timer = threading.Timer(chance.uniform(0.05, 2.5), os.kill, (os.getpid(), signal.SIGKILL))
+        timer.start()
+        for step in range(first, first + steps):
+            manager.save(step, training.state, deltas=training.train(step))
+    return first
 
 
 def differing(folder: Path) -> Any:

@@ -335,6 +335,24 @@ class TestManager:
             Manager(tmp_path, every=5, partial=Deltas())
 
 
+@pytest.mark.front("0")
+@pytest.mark.parametrize("part", range(6))
+def test_kills_at_random_instants(part: int, tmp_path: Path) -> None:
+    """After `kill -9` of all ranks, each start finds a state that the training had, bit for bit."""
+    found: list[tuple[int, State]] = []
+    for seed in range(100 * part, 100 * part + 100):
+        ranks, layout = 1 + seed % 2, "plain" if seed % 3 else "fsdp"
+        PROGRAM.run("killed", ranks, tmp_path, seed=seed, layout=layout)
+        kept = sorted(tmp_path.glob(f"restored-{seed}-*.pt"))
+        assert len(kept) == ranks
+        found += [(step, state) for step, state in map(torch.load, kept) if step]
+        if len({step for step, _ in found}) == (10 if part else 2):
+            break
+    (truth,) = PROGRAM.run("trained", 1, tmp_path, steps=max(step for step, _ in found))
+    for step, state in found:
+        check(state, truth[step])
+
+
 class TestMerging:
     """Whole checkpoints that are made of deltas beside a training."""
 
