@@ -157,7 +157,7 @@ def killed(folder: Path, *, seed: int, layout: str = "plain", steps: int = 400) 
         first = 1 if report is None else (report.step or 0) + 1
         kept = folder / f"restored-{seed}-{os.environ.get('RANK', '0')}.pt"
         torch.save((first - 1, training.whole()), kept)
-        timer = threading.Timer(chance.uniform(0.05, 2.5), os.kill, (os.getpid(), signal.SIGKILL))
+        timer = threading.Timer(chance.uniform(0.05, 1.5), os.kill, (os.getpid(), signal.SIGKILL))
         timer.start()
         for step in range(first, first + steps):
             manager.save(step, training.state, deltas=training.train(step))

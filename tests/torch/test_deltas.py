@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 import ucformat
 from tests.torch.delta_program import State, Training
 from tests.torch.ranks import Ranks
-from ucformat.errors import IntegrityError, MissingData, NotCertified, StateMismatch, UsageError
+from ucformat.errors import (
+    IntegrityError,
+    MissingData,
+    NotCertified,
+    StateMismatch,
+    UcformatError,
+    UsageError,
+)
 from ucformat.format.digest import with_own_digest
 from ucformat.schema import MANIFEST
 from ucformat.torch import (
@@ -329,6 +336,32 @@ class TestManager:
         assert report is not None
         assert report.step == 5
         check(fresh.whole(), training.whole())
+
+    def test_after_a_save_that_failed_everything_is_saved(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its deltas are lost, so no later ones lead from an earlier checkpoint to what comes."""
+        training = Training()
+        with Manager(tmp_path, partial=Deltas(batch=2)) as manager:
+            for step in range(1, 4):
+                manager.save(step, training.state, deltas=training.train(step))
+            with monkeypatch.context() as broken:
+                broken.setattr("ucformat.torch.manager.manager.save", self.fail)
+                manager.save(4, training.state, deltas=training.train(4))
+                with pytest.raises(UcformatError, match="no space"):
+                    manager.save(5, training.state, deltas=training.train(5))
+            for step in (6, 7):
+                manager.save(step, training.state, deltas=training.train(step))
+        steps = sorted(int(place.name[-8:]) for place in tmp_path.glob("step-*"))
+        assert steps == [1, 3, 7]
+        assert ucformat.open(tmp_path / "step-00000007").manifest.deltas is None
+        fresh = Training(seed=2)
+        assert load(fresh.state, tmp_path / "step-00000007")
+        check(fresh.whole(), training.whole())
+
+    @staticmethod
+    def fail(*_: Any, **__: Any) -> Any:
+        raise UcformatError("no space is left", hint="free some")
 
     def test_every_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="every"):

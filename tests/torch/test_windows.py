@@ -128,7 +128,7 @@ def test_a_training_that_does_not_repeat_itself_is_found(tmp_path: Path) -> None
     def other(step: int) -> None:
         training.train(step + (step == 4))
 
-    with pytest.raises(NotCertified, match="the step before 4 was not trained as when"):
+    with pytest.raises(NotCertified, match="the step before 4 was not repeated as when"):
         replay(tmp_path / "5", training.state, other)
 
 
@@ -145,7 +145,7 @@ def test_steps_after_the_last_window_are_compared(wrong: int, ref: int, tmp_path
     def other(step: int) -> None:
         training.train(step + (step == wrong))
 
-    with pytest.raises(NotCertified, match=f"the step before {wrong} was not trained as when"):
+    with pytest.raises(NotCertified, match=f"the step before {wrong} was not repeated as when"):
         replay(tmp_path / str(ref), training.state, other)
     assert replay(tmp_path / str(ref), training.state, training.train)
     assert training.digests() == at[ref]
@@ -160,7 +160,7 @@ def test_a_window_that_covers_everything_tells_that_nothing_is_compared(
         caplog.clear()
         training = Training(seed=7)
         assert replay(tmp_path / str(step), training.state, training.train, certify=True)
-        assert caplog.text.count("the groups of its window cover everything") == told, step
+        assert caplog.text.count("tells whether the steps before it were repeated") == told, step
 
 
 def test_a_replay_reports_the_lineage_of_what_was_asked_for(tmp_path: Path) -> None:

@@ -145,15 +145,14 @@ def _apply_deltas(
     with ranks.sharing_errors():
         apply = GradientSteps(state, options.names) if step_fn is None else step_fn
         reader = DeltaReader(ck, state, options)
-    first = report.step or 0  # which is loaded
-    for batch in (b for b in deltas.batches if b.last > first):
+    loaded = report.step or 0
+    for batch in (b for b in deltas.batches if b.first > loaded):
         with (
             ranks.sharing_errors()
         ):  # a rank that cannot read must not leave others alone in a step
             steps = reader.read(batch)
         for step, of_step in steps.items():
-            if step > first:
-                apply(step, of_step)
+            apply(step, of_step)
     changed = ChangedNames(key.name for key in ck.tensors if is_delta(key.state))
     compared = _check_repeated(
         state, ck, ranks, options, lambda key: key.state == "weight" and changed.has(key.name)
