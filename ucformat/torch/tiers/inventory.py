@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from ucformat.errors import IntegrityError, NotACheckpoint, UpgradeNeeded
+from ucformat.errors import IntegrityError, NotACheckpoint, UcformatError, UpgradeNeeded
 from ucformat.schema import ATTEMPT, MANIFEST, TOMBSTONE
+from ucformat.storage.concurrency import map_io
 from ucformat.torch.comm.merging import Ranges, adjoined, merged
 from ucformat.torch.comm.wire import message
 from ucformat.torch.manager.steps import RunStep, read_step, step_of
@@ -92,22 +93,24 @@ def contents_of(store: Store, place: int, *, partial: bool = True) -> Contents:
     unreadable: dict[str, str] = {}
     newer: list[str] = []
     removed = {folder for folder in folders if TOMBSTONE in documents[folder]}
-    for folder, step in folders.items():
-        if MANIFEST not in documents[folder] or folder in removed:
-            continue
-        url = f"{store.url}/{folder}"
+
+    def read(folder: str) -> RunStep | UcformatError:
         try:
-            read = read_step(url, step)
-        except NotACheckpoint:  # removed at this instant
+            return read_step(f"{store.url}/{folder}", folders[folder])
+        except (NotACheckpoint, IntegrityError, UpgradeNeeded) as error:
+            return error
+
+    committed = [f for f in folders if MANIFEST in documents[f] and f not in removed]
+    for folder, answer in zip(committed, map_io(read, committed), strict=True):
+        if isinstance(answer, RunStep):
+            if not answer.is_remnant:
+                steps[folder, answer.id] = answer
+        elif isinstance(answer, NotACheckpoint):  # removed at this instant
             removed.add(folder)
-            continue
-        except (IntegrityError, UpgradeNeeded) as error:
-            unreadable[folder] = error.message
-            if isinstance(error, UpgradeNeeded):
+        else:
+            unreadable[folder] = answer.message
+            if isinstance(answer, UpgradeNeeded):
                 newer.append(folder)
-            continue
-        if not read.is_remnant:
-            steps[folder, read.id] = read
     unused = set() if partial else removed | {folder for folder, _ in steps}
     return Contents(
         steps,
