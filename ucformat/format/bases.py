@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from ucformat.schema.tensors import TensorDoc
     from ucformat.storage.base import Store
 
+#: The depths of bases that a process has measured: a training bases one checkpoint after another on them.
+_measured: dict[str, int] = {}
+
 _RESTORE = "bring it back to that place, or restore this checkpoint from a copy that is whole"
 
 
@@ -161,15 +164,20 @@ class Bases:
     @property
     def depth(self) -> int:
         """How many checkpoints, of which each is based on the next, there are below this one."""
-        depths: dict[str, int] = {}
+        return self._measure({})
 
-        def measure(bases: Bases) -> int:
-            for number, doc in enumerate(bases.docs):
-                if doc.id not in depths:
-                    depths[doc.id] = measure(bases.opened(number).bases)
-            return max((1 + depths[doc.id] for doc in bases.docs), default=0)
+    @property
+    def is_deepest(self) -> bool:
+        """Whether there are so many that another checkpoint must not be based on this one."""
+        # what was measured before may have been made whole in place since, and so have fewer below it
+        return self._measure(_measured) >= MAX_CHAIN and self.depth >= MAX_CHAIN
 
-        return measure(self)
+    def _measure(self, depths: dict[str, int]) -> int:
+        """The depth, by those of bases that are known by their ids; others are added."""
+        for number, doc in enumerate(self.docs):
+            if doc.id not in depths:
+                depths[doc.id] = self.opened(number).bases._measure(depths)  # noqa: SLF001
+        return max((1 + depths[doc.id] for doc in self.docs), default=0)
 
     def _link(self, doc: BaseDoc, number: int) -> BaseCheckpoint:
         base = self._all.checkpoints.get(doc.id)

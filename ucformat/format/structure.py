@@ -45,14 +45,12 @@ from ucformat.schema.limits import (
     check_json,
 )
 from ucformat.schema.manifest import (
-    DELTA,
     EXTENTS,
     FEATURES,
     FORMAT_MINOR,
     FORMAT_VERSION,
     PACKED,
     VIRTUAL,
-    DeltaBatchDoc,
     Manifest,
     is_delta,
     is_of_unknown_kind,
@@ -65,7 +63,7 @@ from ucformat.storage.base import ByteRange
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ucformat.schema.manifest import BaseDoc, PerRankDoc, SidecarDoc
+    from ucformat.schema.manifest import BaseDoc, DeltasDoc, PerRankDoc, SidecarDoc
     from ucformat.schema.tensors import KindDoc, TensorDoc, TensorTable
     from ucformat.storage.base import Store
 
@@ -298,46 +296,41 @@ def _step_problems(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _delta_problems(manifest: Manifest) -> Iterator[Problem]:
-    """Whether batches follow each other up to the step, and tensors have what their batch tells of."""
-    if manifest.deltas is None:
+    """Whether deltas lead to the step, and tensors have what the manifest tells of them."""
+    deltas, table = manifest.deltas, manifest.tensors
+    if deltas is None:
         return
-    last, batches = manifest.deltas.since, dict[str, DeltaBatchDoc]()
-    for batch in manifest.deltas.batches:
-        if batch.first != last + 1 or not 0 <= batch.last - batch.first < MAX_BATCH:
-            reason = f"deltas of steps {batch.first} to {batch.last} follow step {last}"
-            yield Problem(MANIFEST, reason)
-            return
-        last = batch.last
-        batches[batch.state] = batch
-    if last != manifest.step:
-        yield Problem(MANIFEST, f"it is of step {manifest.step}, and its deltas end with {last}")
-    table = manifest.tensors
+    if not 0 <= deltas.last - deltas.first < MAX_BATCH or deltas.last != manifest.step:
+        steps = f"{deltas.first} to {deltas.last}"
+        yield Problem(MANIFEST, f"it is of step {manifest.step}, and has deltas of steps {steps}")
+        return
+    if deltas.since >= deltas.first:
+        yield Problem(MANIFEST, f"its deltas begin with step {deltas.first}, after {deltas.since}")
+    if deltas.after not in {doc.id for doc in manifest.bases}:
+        yield Problem(MANIFEST, "the checkpoint before its deltas is none of its bases")
+    for name, of_name in deltas.partial.items():
+        ascending = sorted(set(of_name)) == list(of_name)
+        if not of_name or not ascending or of_name[0] < deltas.first or of_name[-1] > deltas.last:
+            yield Problem(MANIFEST, f"the steps of {name[:200]!r} are none of its deltas")
     is_stored = [is_delta(kind.state) for kind in table.kinds]
-    rows = (row for row, kind in enumerate(table.kind) if is_stored[kind])
-    for row in rows:
-        doc = table[row]
-        batch_state, _, part = doc.state.removeprefix(f"{DELTA}.").partition(".")
-        found = batches.get(f"{DELTA}.{batch_state}")
-        if found is None or not _is_of_batch(doc, found, part, table):
-            yield Problem(
-                MANIFEST, f"{doc.name[:200]} ({doc.state[:200]}) has no deltas of a batch"
-            )
+    for row in (row for row, kind in enumerate(table.kind) if is_stored[kind]):
+        if not _is_delta_of(table[row], deltas, table):
+            doc = table[row]
+            yield Problem(MANIFEST, f"{doc.name[:200]} ({doc.state[:200]}) has other steps")
 
 
-def _is_of_batch(doc: TensorDoc, batch: DeltaBatchDoc, part: str, table: TensorTable) -> bool:
-    steps, sparse = batch.steps(doc.name), batch.sparse.get(doc.name)
-    within = range(batch.first, batch.last + 1)
-    if not steps or sorted(set(steps)) != list(steps) or not {steps[0], steps[-1]} <= {*within}:
-        return False
-    if not part:
-        return sparse is None and doc.shape[:1] == (len(steps),)
-    if sparse is None or part not in ("indices", "values") or len(sparse.counts) != len(steps):
+def _is_delta_of(doc: TensorDoc, deltas: DeltasDoc, table: TensorTable) -> bool:
+    """Whether a tensor has what the manifest tells of the deltas of its name."""
+    count, sparse = len(deltas.steps(doc.name)), deltas.sparse.get(doc.name)
+    if doc.state == deltas.state:
+        return sparse is None and doc.shape[:1] == (count,)
+    part = doc.state.removeprefix(f"{deltas.state}.")
+    if sparse is None or part not in ("indices", "values") or len(sparse.counts) != count:
         return False
     other = {"indices": "values", "values": "indices"}[part]
-    count = doc.shape[1:] if part == "indices" else doc.shape[:1]
-    return (
-        count == (sum(sparse.counts),) and table.row(doc.name, f"{batch.state}.{other}") is not None
-    )
+    elements = doc.shape[1:] if part == "indices" else doc.shape[:1]
+    has_other = table.row(doc.name, f"{deltas.state}.{other}") is not None
+    return elements == (sum(sparse.counts),) and has_other
 
 
 def sibling_name(url: str) -> str | None:

@@ -17,7 +17,7 @@ from ucformat.geometry.tensor import Key, TensorInfo
 from ucformat.jobs.dependents import need_base
 from ucformat.references import open_reference
 from ucformat.schema.limits import MAX_CHAIN
-from ucformat.schema.manifest import BASES, BaseDoc, is_delta
+from ucformat.schema.manifest import BASES, BaseDoc
 from ucformat.schema.tensors import TensorDoc
 from ucformat.settings import allow_root
 
@@ -114,7 +114,7 @@ class Base:
     @property
     def is_deepest(self) -> bool:
         """Whether so many checkpoints lie below the base that one more could not be read."""
-        return self._bases.depth >= MAX_CHAIN
+        return self._bases.is_deepest
 
     def check_depth(self) -> None:
         """Raise UsageError if patches of the base could not be read."""
@@ -157,6 +157,7 @@ class Base:
         *,
         patch: bool = False,
         left: Iterable[TensorDoc] = (),
+        chained: bool = False,
     ) -> References:
         """The references to tensors of the base, in order.
 
@@ -165,8 +166,9 @@ class Base:
             left: tensors that stand for others, whatever these are by now, each with its own step.
             patch: whether others, that are not known yet, may be patches of those of the base, which is
                 number 0 then.
+            chained: whether the base is needed even if nothing of it is referenced.
         """
-        owners: dict[int | None, int] = {None: 0} if patch else {}
+        owners: dict[int | None, int] = {None: 0} if patch or chained else {}
 
         def reference(doc: TensorDoc) -> TensorDoc:
             owner = doc.base if doc.is_referenced else None
@@ -178,14 +180,14 @@ class Base:
             )
 
         def older(doc: TensorDoc) -> TensorDoc:
-            if is_delta(doc.state):  # which is of the same steps in every checkpoint
-                return replace(reference(doc), at=doc.at)
             step = self.manifest.step if doc.step is None else doc.step
             return replace(reference(doc), at=doc.at, lossy=doc.lossy, bound=doc.bound, step=step)
 
         tensors, alike = tuple(map(reference, docs)), tuple(map(reference, patched))
         tensors += tuple(map(older, left))
-        return References(tuple(map(self._owner, owners)), tensors, self._home, alike)
+        return References(
+            tuple(map(self._owner, owners)), tensors, self._home, alike, chained=chained
+        )
 
     def _owner(self, number: int | None) -> _Owner:
         if number is None:
@@ -204,12 +206,14 @@ class References:
 
     Attributes:
         patched: the tensors of which tensors of the new checkpoint are patches.
+        chained: whether the first owner, the base itself, is needed even if nothing of it is referenced.
     """
 
     owners: tuple[_Owner, ...] = ()
     tensors: tuple[TensorDoc, ...] = ()
     home: str = ""
     patched: tuple[TensorDoc, ...] = ()
+    chained: bool = False
 
     def beside(self, home: str, names: Mapping[str, str]) -> References:
         """These for a checkpoint that will be in one folder with its bases.
@@ -244,7 +248,7 @@ class References:
 
     def kept(self, *, patched: bool) -> References:
         """These without the base itself if it is there only for patches, and nothing is `patched`."""
-        if patched or not self.owners or any(doc.base == 0 for doc in self.tensors):
+        if patched or self.chained or not self.owners or any(doc.base == 0 for doc in self.tensors):
             return self
         tensors = tuple(replace(doc, base=(doc.base or 0) - 1) for doc in self.tensors)
         return References(self.owners[1:], tensors, self.home)

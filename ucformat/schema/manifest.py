@@ -243,14 +243,18 @@ class SparseDeltaDoc(_ManifestPart):
     coalesced: bool
 
 
-class DeltaBatchDoc(_ManifestPart):
-    """The steps from `first` to `last`, whose deltas are tensors of the state `delta.<first>`.
+class DeltasDoc(_ManifestPart):
+    """What a training applied in the steps from `first` to `last`, as tensors of the state `delta.<first>`.
 
     Such a tensor has an item of its first dim for each step; of `partial` names for these steps only.
+    `after` is the id of the base with the deltas before these, or with everything. Tensors that are
+    older are as they were at the step `since`, at which everything was saved.
     """
 
+    since: Integer
     first: Integer
     last: Integer
+    after: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     partial: dict[Text, tuple[Integer, ...]] = {}
     sparse: dict[Text, SparseDeltaDoc] = {}
 
@@ -262,13 +266,6 @@ class DeltaBatchDoc(_ManifestPart):
     def steps(self, name: str) -> Sequence[int]:
         """The steps for which a name has deltas."""
         return self.partial.get(name) or range(self.first, self.last + 1)
-
-
-class DeltasDoc(_ManifestPart):
-    """What a training applied in each step after the step `since`, of which tensors are as they were then."""
-
-    since: Integer
-    batches: Annotated[tuple[DeltaBatchDoc, ...], Field(min_length=1)]
 
 
 def is_delta(state: str) -> bool:

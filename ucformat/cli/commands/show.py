@@ -454,11 +454,10 @@ def _older(ck: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _deltas(manifest: Manifest | None) -> dict[str, int] | None:
-    """The step at which everything was saved, the last of which there are deltas, and the number of their batches."""
+    """Of which steps it has deltas, and the step at which everything was saved."""
     if manifest is None or manifest.deltas is None:
         return None
-    since, batches = manifest.deltas.since, manifest.deltas.batches
-    return {"since": since, "last": batches[-1].last, "batches": len(batches)}
+    return {name: getattr(manifest.deltas, name) for name in ("since", "first", "last")}
 
 
 def _bases(ck: Checkpoint) -> list[dict[str, Any]]:
@@ -608,8 +607,8 @@ def _storage(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
         amount = f"{plural(older['tensors'], 'tensor')} ({bytes_text(older['bytes'])})"
         yield from field("older", f"{amount} of step {older['step']}", width)
     if deltas := s["deltas"]:
-        steps = f"of steps {deltas['since'] + 1} to {deltas['last']}"
-        yield from field("deltas", f"{steps}, which ucformat.torch.replay applies", width)
+        steps = f"of steps {deltas['first']} to {deltas['last']}, of a chain that begins with step {deltas['since']}"
+        yield from field("deltas", steps, width)
     if s["lost"] is not None:
         yield from field(
             "lost", f"{s['lost'] * 100:.2f} % of tokens, if training goes on from here", width

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ucformat.errors import IntegrityError, UsageError, first_names
+from ucformat.errors import IntegrityError, MissingData, UsageError, first_names
 from ucformat.geometry.box import Box
 from ucformat.geometry.tensor import Key, Piece
 from ucformat.reading.execute import ReadOptions
 from ucformat.reading.plan import check_verify
+from ucformat.schema.limits import MAX_CHAIN
 from ucformat.schema.manifest import is_delta
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.loading.read import read
@@ -23,14 +24,48 @@ from ucformat.torch.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from ucformat.checkpoint import Checkpoint
+    from ucformat.format.bases import BaseCheckpoint
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.schema.manifest import DeltaBatchDoc
+    from ucformat.schema.manifest import Manifest
     from ucformat.torch.loading.arguments import LoadOptions
     from ucformat.torch.state.collect import CollectedState
 
 
+_EARLIER = "load an earlier checkpoint, or one that is whole"
+
+
+class ChainLink(NamedTuple):
+    """A checkpoint of a chain of deltas, and its place."""
+
+    place: str
+    manifest: Manifest
+
+
+def chain_of(place: str, ck: BaseCheckpoint) -> list[ChainLink]:
+    """The checkpoint that has everything, and those with the deltas since, up to one of them.
+
+    Raises:
+        MissingData: one is not there, or not based on the one before any more.
+    """
+    chain = [ChainLink(place, ck.manifest)]
+    while (deltas := ck.manifest.deltas) is not None:
+        numbers = [n for n, doc in enumerate(ck.bases.docs) if doc.id == deltas.after]
+        if len(chain) > MAX_CHAIN or not numbers:
+            raise MissingData(f"the chain of deltas up to {place} has no beginning", hint=_EARLIER)
+        place, ck = ck.bases.place(numbers[0]), ck.bases.opened(numbers[0])
+        step = None if ck.manifest.is_remnant else ck.manifest.step
+        if step != deltas.first - 1:
+            raise MissingData(
+                f"the deltas of steps {deltas.first} to {deltas.last} follow {place}, of which only a part "
+                "is left",
+                hint=_EARLIER,
+            )
+        chain.append(ChainLink(place, ck.manifest))
+    return chain[::-1]
+
+
 class DeltaReader:
-    """Reads deltas, those of a batch of steps at once.
+    """Reads the deltas of checkpoints.
 
     Args:
         state: a dense delta of the name and the shape of one of its tensors is read in the layout and
@@ -40,8 +75,7 @@ class DeltaReader:
         nbytes: that were read.
     """
 
-    def __init__(self, ck: Checkpoint, state: Mapping[str, Any], options: LoadOptions) -> None:
-        self._ck = ck
+    def __init__(self, state: Mapping[str, Any], options: LoadOptions) -> None:
         self._options = ReadOptions(
             check_verify(options.verify), threads=options.threads, progress=options.progress
         )
@@ -51,34 +85,35 @@ class DeltaReader:
             for path, key in collected.keys.items()
             if key.state == "weight"
         }
-        self._stored = {k: info for k, info in ck.tensors.items() if is_delta(k.state)}
         self.nbytes = 0
 
-    def read(self, batch: DeltaBatchDoc) -> dict[int, dict[str, torch.Tensor]]:
-        """What each step of a batch applied, by name."""
+    def read(self, ck: Checkpoint) -> dict[int, dict[str, torch.Tensor]]:
+        """What each step of a checkpoint of deltas applied, by name."""
+        deltas = None if ck.universal is None else ck.universal.manifest.deltas
+        assert deltas is not None  # noqa: S101 - it is one of a chain
         targets: list[Matched] = []
         made: dict[int, dict[str, torch.Tensor]] = {
-            step: {} for step in range(batch.first, batch.last + 1)
+            step: {} for step in range(deltas.first, deltas.last + 1)
         }
         parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        for info in self._stored.values():
-            if info.state == batch.state:
-                steps = batch.steps(info.name)
-                for number, step in enumerate(steps):
+        stored = {key: info for key, info in ck.tensors.items() if is_delta(key.state)}
+        for info in stored.values():
+            if info.state == deltas.state:
+                for number, step in enumerate(deltas.steps(info.name)):
                     made[step][info.name], target = self._target(info, number)
                     targets.append(target)
-            elif info.state == f"{batch.state}.indices":
-                values = self._stored[Key(info.name, f"{batch.state}.values")]
+            elif info.state == f"{deltas.state}.indices":
+                values = stored[Key(info.name, f"{deltas.state}.values")]
                 whole = [torch.empty(i.shape, dtype=torch_dtype(i.dtype)) for i in (info, values)]
                 targets += [
                     Matched(local_of(i.name, i.state, t), i)
                     for i, t in zip((info, values), whole, strict=True)
                 ]
                 parts[info.name] = (whole[0], whole[1])
-        self.nbytes += read(self._ck, targets, self._options).nbytes
+        self.nbytes += read(ck, targets, self._options).nbytes
         for name, (indices, values) in parts.items():
-            sparse, at = batch.sparse[name], 0
-            for step, count in zip(batch.steps(name), sparse.counts, strict=True):
+            sparse, at = deltas.sparse[name], 0
+            for step, count in zip(deltas.steps(name), sparse.counts, strict=True):
                 try:
                     made[step][name] = torch.sparse_coo_tensor(
                         indices[:, at : at + count],
@@ -89,7 +124,7 @@ class DeltaReader:
                     )
                 except RuntimeError as error:
                     raise IntegrityError(
-                        f"{self._ck.url}: the sparse delta {name} of step {step} is none: {error}",
+                        f"{ck.url}: the sparse delta {name} of step {step} is none: {error}",
                         hint="restore it from another copy",
                     ) from None
                 at += count

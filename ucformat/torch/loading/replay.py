@@ -15,11 +15,11 @@ from ucformat.errors import (
     first_names,
 )
 from ucformat.geometry.tensor import Key
-from ucformat.schema.manifest import DELTA, is_delta
+from ucformat.schema.manifest import DELTA
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadArguments, LoadOptions
 from ucformat.torch.loading.certify import certify_state
-from ucformat.torch.loading.deltas import DeltaReader, GradientSteps
+from ucformat.torch.loading.deltas import DeltaReader, GradientSteps, chain_of
 from ucformat.torch.loading.load import load_state
 from ucformat.torch.loading.match import edge_of
 from ucformat.torch.loading.share import open_together
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.bases import BaseCheckpoint
-    from ucformat.schema.manifest import DeltasDoc, Manifest
+    from ucformat.schema.manifest import Manifest
     from ucformat.torch.comm.group import Group
     from ucformat.torch.loading.load import LoadReport
 
@@ -95,7 +95,7 @@ def replay(
                 raise UsageError("strict_step is not an argument of replay", hint="leave it out")
             options = LoadOptions.of("report", arguments)
             deltas = None if opened.universal is None else opened.universal.manifest.deltas
-            parts = _parts(opened) if deltas is None else [_whole_of(opened, deltas)]
+            parts = _parts(opened) if deltas is None else _chain(opened)
             if step_fn is None and deltas is None and (parts[1:] or opened.metadata.older):
                 raise UsageError(
                     f"{opened.url} is of a window, whose steps have to be trained again",
@@ -104,10 +104,10 @@ def replay(
         whole = open_together(parts[0] if start is None else start, ranks, more=True)
         with ranks.sharing_errors():
             if start is not None:
-                _check_start(whole, opened, deltas)
+                parts = _parts_after(whole, opened)
         report = load_state(state, whole, ranks, replace(options, strict_step=False))
         if deltas is not None:
-            report, compared = _apply_deltas(state, opened, deltas, step_fn, ranks, options, report)
+            report, compared = _apply_deltas(state, opened, parts, step_fn, ranks, options, report)
         else:
             report, compared = _train_again(state, opened, parts, step_fn, ranks, options, report)
         if options.certify:
@@ -135,25 +135,30 @@ def replay(
 def _apply_deltas(
     state: Mapping[str, Any],
     ck: Checkpoint,
-    deltas: DeltasDoc,
+    parts: Sequence[str],
     step_fn: Callable[[int, Mapping[str, torch.Tensor]], Any] | None,
     ranks: Group,
     options: LoadOptions,
     report: LoadReport,
 ) -> tuple[LoadReport, int]:
-    """Apply the deltas of all steps, and load what else the checkpoint has; returns how many were compared."""
+    """Apply the deltas of all checkpoints after the first, and load what else the last one has.
+
+    Returns how many tensors were compared.
+    """
     with ranks.sharing_errors():
         apply = GradientSteps(state, options.names) if step_fn is None else step_fn
-        reader = DeltaReader(ck, state, options)
-    loaded = report.step or 0
-    for batch in (b for b in deltas.batches if b.first > loaded):
+        reader = DeltaReader(state, options)
+    names: set[str] = set()
+    for place in parts[1:]:
+        part = ck if place == parts[-1] else open_together(place, ranks, more=True)
         with (
             ranks.sharing_errors()
         ):  # a rank that cannot read must not leave others alone in a step
-            steps = reader.read(batch)
-        for step, of_step in steps.items():
-            apply(step, of_step)
-    changed = ChangedNames(key.name for key in ck.tensors if is_delta(key.state))
+            steps = reader.read(part)
+        for step, deltas in steps.items():
+            apply(step, deltas)
+            names.update(deltas)
+    changed = ChangedNames(names)
     compared = _check_repeated(
         state, ck, ranks, options, lambda key: key.state == "weight" and changed.has(key.name)
     )
@@ -163,21 +168,32 @@ def _apply_deltas(
     return replace(rest, nbytes=nbytes, seconds=report.seconds + rest.seconds), compared
 
 
-def _check_start(whole: Checkpoint, ck: Checkpoint, deltas: DeltasDoc | None) -> None:
-    """Check that a whole checkpoint is one to which a part of a chain of deltas leads."""
-    chain = {ck.id} | {base.id for base in (ck.universal.manifest.bases if ck.universal else ())}
-    manifest = None if whole.universal is None else whole.universal.manifest
-    edges = () if manifest is None else manifest.lineage
-    is_of_chain = manifest is not None and not chain.isdisjoint(
-        {manifest.id, *(e.id for e in edges)}
+def _parts_after(whole: Checkpoint, ck: Checkpoint) -> list[str]:
+    """The place of a whole checkpoint to which a part of a chain of deltas leads, and those of the rest of the chain.
+
+    Raises:
+        UsageError: it is no such checkpoint.
+    """
+    if ck.metadata.older and whole.universal is not None and not whole.metadata.older:
+        chain = chain_of(_place(ck), cast("BaseCheckpoint", ck.universal))
+        manifest = whole.universal.manifest
+        ids = {manifest.id, *(edge.id for edge in manifest.lineage)}
+        for number, link in enumerate(chain):
+            if link.manifest.id in ids and link.manifest.step == manifest.step:
+                return [_place(whole), *(later.place for later in chain[number + 1 :])]
+    raise UsageError(
+        f"{whole.url} is no whole checkpoint to which deltas of {ck.url} lead",
+        hint="one that merge_deltas has made of this run; or leave start out",
     )
-    step, last = whole.metadata.step, ck.metadata.step
-    is_within = step is not None and deltas is not None and deltas.since <= step <= (last or 0)
-    if not is_of_chain or not is_within or whole.metadata.older:
-        raise UsageError(
-            f"{whole.url} is no whole checkpoint to which deltas of {ck.url} lead",
-            hint="one that merge_deltas has made of this run; or leave start out",
-        )
+
+
+def _chain(ck: Checkpoint) -> list[str]:
+    """The places of the checkpoints of a chain of deltas, in order."""
+    return [link.place for link in chain_of(_place(ck), cast("BaseCheckpoint", ck.universal))]
+
+
+def _place(ck: Checkpoint) -> str:
+    return ck.opened[0] if ck.opened else ck.url
 
 
 def _train_again(
@@ -224,17 +240,6 @@ def _whole_in_each(ck: Checkpoint) -> Callable[[Key], bool]:
     return lambda key: groups.of(key.name) is None
 
 
-def _whole_of(ck: Checkpoint, deltas: DeltasDoc) -> str:
-    """The place of the checkpoint that has everything, as it was before a chain of deltas."""
-    for place, base in _bases(cast("BaseCheckpoint", ck.universal)):
-        if base.manifest.step == deltas.since and base.manifest.deltas is None:
-            return place
-    raise MissingData(
-        f"{ck.url} is not based on a checkpoint of step {deltas.since}, after which its deltas begin",
-        hint="load an earlier checkpoint",
-    )
-
-
 def _saved_between(ck: Checkpoint, last: int) -> dict[int, str]:
     """The places of checkpoints after a step on which one is based that is in a window which is not complete."""
     if ck.universal is None or not ck.metadata.older:
@@ -251,7 +256,7 @@ def _parts(ck: Checkpoint) -> list[str]:
     """The places of the checkpoints of the newest complete window up to a checkpoint, in order."""
     universal = ck.universal
     if universal is None or not ck.metadata.older:
-        return [ck.opened[0] if ck.opened else ck.url]
+        return [_place(ck)]
     if universal.manifest.window is None:
         raise UsageError(
             f"{ck.url} has tensors of earlier steps, and is not of a window",

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ucformat.errors import check_keywords
 from ucformat.format.structure import read_manifest
+from ucformat.references import open_reference
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadArguments
+from ucformat.torch.loading.deltas import chain_of
 from ucformat.torch.loading.replay import replay
 from ucformat.torch.manager.steps import list_steps
 from ucformat.torch.saving.save import save
@@ -83,12 +85,12 @@ def find_merged(ref: str, into: str | PathLike[str], ranks: Group) -> str | None
     """The place of the newest whole checkpoint that was made of a chain of deltas; None if there is none."""
 
     def find(_: None) -> str:
-        manifest, _size = read_manifest(open_store(ref))
-        if manifest.deltas is None or manifest.step is None:
+        ck = open_reference(ref).universal
+        if ck is None or ck.manifest.deltas is None:
             return ""
-        chain = {manifest.id} | {base.id for base in manifest.bases}
+        chain = {link.manifest.id for link in chain_of(ref, ck)[1:]}
         steps = list_steps(open_store(into).url).steps
-        within = [s for s in steps if manifest.deltas.since < s.step <= manifest.step]
+        within = [s for s in steps if s.step <= (ck.manifest.step or 0)]
         for step in sorted(within, key=lambda s: s.step, reverse=True):
             edges = read_manifest(open_store(step.url))[0].lineage
             if not chain.isdisjoint(edge.id for edge in edges):

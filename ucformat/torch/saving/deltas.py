@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ucformat.errors import UsageError
 from ucformat.schema.limits import MAX_CHAIN
-from ucformat.schema.manifest import DeltaBatchDoc, DeltasDoc
+from ucformat.schema.manifest import DeltasDoc, is_delta
 from ucformat.torch.comm.merging import bits_of
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.experts import HeldByRanks, rows_of_bits
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.tensors import TensorDoc
+    from ucformat.torch.state.deltas import DeltaBatch
     from ucformat.torch.state.local import LocalState
 
 __all__ = ["Deltas"]
@@ -73,11 +74,9 @@ class DeltaSelection:
     them.
     """
 
-    def __init__(
-        self, options: Deltas, batch: DeltaBatchDoc, names: Iterable[str], base: Manifest
-    ) -> None:
+    def __init__(self, options: Deltas, batch: DeltaBatch, base: Manifest) -> None:
         self._fixed, self.base, self._batch = options.fixed, base, batch
-        self._changed = ChangedNames(names)
+        self._changed = ChangedNames(batch.names)
         if base.deltas is None and any(True for _ in base.tensors.older()):
             raise UsageError(
                 "the base has tensors of earlier steps, and no deltas lead from these to its own",
@@ -92,11 +91,15 @@ class DeltaSelection:
     @property
     def document(self) -> DeltasDoc:
         """What the checkpoint records."""
-        before = self.base.deltas
-        if before is None:
-            assert self.base.step is not None  # noqa: S101 - checked before
-            return DeltasDoc(since=self.base.step, batches=(self._batch,))
-        return DeltasDoc(since=before.since, batches=(*before.batches, self._batch))
+        before, batch = self.base.deltas, self._batch
+        return DeltasDoc(
+            since=batch.first - 1 if before is None else before.since,
+            first=batch.first,
+            last=batch.last,
+            after=self.base.id,
+            partial=dict(batch.partial),
+            sparse=dict(batch.sparse),
+        )
 
     def held_by(self, local: LocalState) -> HeldByRanks:
         """Of which tensors of the base a rank saves another one, unless it is equal."""
@@ -114,7 +117,11 @@ class DeltaSelection:
         """The tensors of the base that stand for those that no rank saves."""
         table = self.base.tensors
         is_saved = rows_of_bits(held.tensors, len(table))
-        return [doc for doc, saved_now in zip(table, is_saved, strict=True) if not saved_now]
+        return [
+            doc
+            for doc, saved_now in zip(table, is_saved, strict=True)
+            if not saved_now and not is_delta(doc.state)
+        ]
 
     def _is_left(self, name: str, state: str, dims: int) -> bool:
         if self._changed.has(name):

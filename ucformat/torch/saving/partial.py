@@ -212,7 +212,7 @@ def _selection(wanted: _Wanted, base: Manifest, place: _Place) -> _Selection:
     if isinstance(partial, Window) and isinstance(names, Groups):
         return WindowSelection(partial, names, base, wanted.step, goes_on=place.goes_on)
     if isinstance(partial, Deltas) and wanted.batch is not None:
-        return DeltaSelection(partial, wanted.batch.doc, wanted.batch.names, base)
+        return DeltaSelection(partial, wanted.batch, base)
     assert isinstance(names, ExpertNames)  # noqa: S101 - the rest
     return Selection(names, base)
 

@@ -167,8 +167,11 @@ class SavePlanner:
                 left = left_tensors(base, partial)
                 # of a window, each checkpoint has to store what its place tells
                 compared = {} if partial is not None and partial.window is not None else contents
+                chained = partial is not None and partial.deltas is not None
                 references = _references(
-                    begun.plan, base, compared, left, patch=options.compares_tiles
+                    *(begun.plan, base, compared, left),
+                    patch=options.compares_tiles,
+                    chained=chained,
                 )
                 references.kept(patched=False).protect(str(begun.attempt.keeps))
                 rows = rows_of(begun.plan, references.keys)
@@ -228,19 +231,22 @@ def _references(
     left: Sequence[TensorDoc] = (),
     *,
     patch: bool,
+    chained: bool,
 ) -> References:
     """The tensors that a base has, by the sums of what the ranks hold of each description.
 
     Args:
         left: tensors of the base that stand for what no rank saves.
         patch: whether tiles of others may be patches of those of the base, which is number 0 then.
+        chained: whether the base is needed even if nothing of it is referenced.
     """
     sums = plan.sums(contents)
     matches = (
         base.match(info, text_of(sums.get(info.key, NO_ELEMENTS)))
         for info in (*plan.arrays.infos, *plan.packed.infos)
     )
-    return base.referenced((doc for doc in matches if doc is not None), patch=patch, left=left)
+    equal = (doc for doc in matches if doc is not None)
+    return base.referenced(equal, patch=patch, left=left, chained=chained)
 
 
 @gc_paused()

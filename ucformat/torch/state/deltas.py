@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucformat.errors import UnsupportedError, UsageError, first_names
-from ucformat.schema.manifest import DeltaBatchDoc, SparseDeltaDoc
+from ucformat.schema.manifest import DELTA, SparseDeltaDoc
 from ucformat.torch.state.local import LocalShard, local_of
 from ucformat.torch.state.sharded import is_dtensor
 
@@ -58,7 +58,10 @@ class DeltaBatch:
     """The deltas of consecutive steps: each name's stacked to one tensor, and what tells how."""
 
     tensors: tuple[LocalShard, ...]
-    doc: DeltaBatchDoc
+    first: int
+    last: int
+    partial: Mapping[str, tuple[int, ...]]
+    sparse: Mapping[str, SparseDeltaDoc]
 
     @property
     def names(self) -> set[str]:
@@ -69,8 +72,9 @@ class DeltaBatch:
     def told(self) -> str:
         """What is the same on all ranks, in short."""
         names = sorted((str(t.key), t.info.dtype, t.info.shape) for t in self.tensors)
-        digest = hashlib.sha256(f"{names} {self.doc}".encode()).hexdigest()[:12]
-        return f"deltas of steps {self.doc.first} to {self.doc.last} ({digest})"
+        content = f"{names} {self.partial} {self.sparse}"
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+        return f"deltas of steps {self.first} to {self.last} ({digest})"
 
 
 def stack_deltas(deltas: Mapping[int, Mapping[str, torch.Tensor]], step: int | None) -> DeltaBatch:
@@ -90,7 +94,7 @@ def stack_deltas(deltas: Mapping[int, Mapping[str, torch.Tensor]], step: int | N
     names = list(dict.fromkeys(name for number in steps for name in deltas[number]))
     tensors = list[LocalShard]()
     partial, sparse = dict[str, tuple[int, ...]](), dict[str, SparseDeltaDoc]()
-    state = DeltaBatchDoc(first=steps[0], last=steps[-1]).state
+    state = f"{DELTA}.{steps[0]}"
     for name in names:
         present = [number for number in steps if name in deltas[number]]
         parts = [deltas[number][name] for number in present]
@@ -112,8 +116,7 @@ def stack_deltas(deltas: Mapping[int, Mapping[str, torch.Tensor]], step: int | N
             tensors.append(local_of(name, state, _stack_dtensors(name, parts)))
         else:
             tensors.append(local_of(name, state, torch.stack(parts)))
-    doc = DeltaBatchDoc(first=steps[0], last=steps[-1], partial=partial, sparse=sparse)
-    return DeltaBatch(tuple(tensors), doc)
+    return DeltaBatch(tuple(tensors), steps[0], steps[-1], partial, sparse)
 
 
 def _join_sparse(
