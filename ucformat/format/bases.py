@@ -170,7 +170,8 @@ class Bases:
     def is_deepest(self) -> bool:
         """Whether there are so many that another checkpoint must not be based on this one."""
         # what was measured before may have been made whole in place since, and so have fewer below it
-        return self._measure(_measured) >= MAX_CHAIN and self.depth >= MAX_CHAIN
+        _measured[self._id] = self._measure(_measured)
+        return _measured[self._id] >= MAX_CHAIN and self.depth >= MAX_CHAIN
 
     def _measure(self, depths: dict[str, int]) -> int:
         """The depth, by those of bases that are known by their ids; others are added."""

@@ -108,8 +108,9 @@ class DeltaSelection:
             row = table.row(*t.key)
             if row is None:
                 continue
-            is_alike = (table[row].stored_dtype, table[row].shape) == (t.info.dtype, t.info.shape)
-            if not (is_alike and self._is_left(t.info.name, t.info.state, len(t.info.shape))):
+            doc = table[row]
+            is_alike = (doc.stored_dtype, doc.shape) == (t.info.dtype, t.info.shape)
+            if not (is_alike and self._is_left(doc.name, doc.state, len(doc.shape))):
                 saved.add(row)
         return HeldByRanks(bits_of(row in saved for row in range(len(table))), b"")
 
