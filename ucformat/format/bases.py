@@ -166,12 +166,11 @@ class Bases:
         """How many checkpoints, of which each is based on the next, there are below this one."""
         return self._measure({})
 
-    @property
-    def is_deepest(self) -> bool:
-        """Whether there are so many that another checkpoint must not be based on this one."""
-        # what was measured before may have been made whole in place since, and so have fewer below it
+    def has_below(self, count: int) -> bool:
+        """Whether so many checkpoints lie below this one, by what this process has measured before."""
+        # which may have been made whole in place since, and so have fewer below it
         _measured[self._id] = self._measure(_measured)
-        return _measured[self._id] >= MAX_CHAIN and self.depth >= MAX_CHAIN
+        return _measured[self._id] >= count and self.depth >= count
 
     def _measure(self, depths: dict[str, int]) -> int:
         """The depth, by those of bases that are known by their ids; others are added."""

@@ -114,7 +114,7 @@ class Base:
     @property
     def is_deepest(self) -> bool:
         """Whether so many checkpoints lie below the base that one more could not be read."""
-        return self._bases.is_deepest
+        return self._bases.has_below(MAX_CHAIN)
 
     def check_depth(self) -> None:
         """Raise UsageError if patches of the base could not be read."""
