@@ -2,7 +2,23 @@
 
 What runs is the real code, not a model of it: `convert`, `save`, `copy`, `materialize`, `register`,
 `delete`, `retain`, `gc`, `reindex` and the like (`commands.py` has them all, and the world that
-they find). Each is an *actor*. It stops before every call to the store and before every transaction
+they find). So do parts of a training and its tiers (`training.py`), in one process without
+`torch.distributed`:
+
+    experts, window, deltas     partial saves on the base `t/p`; the latter two save two, each on the one before
+    replay                      saves deltas, and replays them
+    cut                         saves deltas, and deletes them
+    launch                      a `Manager` with tiers restores what is left, saves a step in the fast tier,
+                                fills the two slower ones from it, and each removes its old step
+    restore                     only restores
+    fill                        fills the slowest tier from the fast one, as the thread of an earlier launch
+    drop, delete-step           remove the old step of the tier between at once, or delete it in the catalog
+
+What ranks of several nodes copy from each other is not in it (`tests/torch/tiers` has that), nor
+processes that write in the background. At the end of the time after a signal, whatever copies fails
+at its next read: that is `launch%eio`.
+
+Each is an *actor*. It stops before every call to the store and before every transaction
 of a catalog, and a *schedule* says who goes on, and for how many calls (`world.py`). An actor that
 is killed makes no further call, as a process that is: what it held in memory is gone, the
 transaction that it was in never was. Store and catalogs are in memory, ids are counted, and clocks
@@ -24,6 +40,9 @@ has run when all grace is over, in both orders, this must hold (`schedule.py`):
 
 - Whatever was committed, and no actor was to delete or replace, is there, bit for bit: a *lost* or
   *replaced* place. A virtual checkpoint is lost where the files of another are gone that it needs.
+  A window, and deltas, are replayed, to the very state of their step.
+- The newest step of a run with tiers is whole in one of them (*lost*). A further launch restores
+  it, as it was saved, and saves a step in all tiers (*next launch*).
 - What an alias, a tag or a hold of any catalog names is there: *held*.
 - No manifest stands that nobody committed: *uncommitted*.
 - A command fails with an error of ours (*error*), and when it is repeated, succeeds, or says that

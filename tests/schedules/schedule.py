@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from tests.schedules.commands import (
     COMMANDS,
     COPY,
+    DELETING,
     GONE,
     LONG,
+    NEXT,
+    NOW,
     TREES,
-    arrays,
     first_world,
     parse_actor,
+    run_world,
 )
+from tests.schedules.training import FAST, HOME, MIDDLE, arrays, replay_at, same
 from tests.schedules.world import CATALOGS, FAULTS, ROOTS, Call, World
 from ucformat.catalog.catalog import Catalog
 from ucformat.catalog.models import Base
@@ -40,13 +42,15 @@ from ucformat.settings import using
 from ucformat.storage.url import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from tests.schedules.training import Content
     from tests.schedules.world import Actor, Outcome, Snapshot
 
 __all__ = ["Played", "Player", "Step", "parse", "text_of"]
 
 
+_NEXT = "next"  # who launches the training of a run when all else is done
 _OUTCOMES = 10_000  # that are remembered at once
 _ASKED = 300_000  # calls of looking at checkpoints that are
 
@@ -120,6 +124,15 @@ class _Asked:
         self.problem: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _First:
+    """What schedules begin with, the contents of its checkpoints by their ids, and their commits."""
+
+    world: Snapshot
+    contents: Mapping[str, tuple[Content, ...]]
+    commits: tuple[tuple[str, str, str], ...]
+
+
 class Player:
     """Plays schedules in one world, each from the same beginning.
 
@@ -130,9 +143,15 @@ class Player:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.first, self._first_contents = first_world(world)
-        self._contents = dict(self._first_contents)
-        self._first_commits = tuple(world.commits)
+        first, contents = first_world(world)
+        commits = tuple(world.commits)
+        self._plain = _First(first, contents, commits)
+        world.restore(first)
+        run = run_world(world)
+        made = {made: (4,) for _, made, _ in world.commits}
+        self._of_run = _First(run, contents | made, (*commits, *world.commits))
+        self._began_with = self._plain
+        self._contents = dict(contents)
         self._known: dict[bytes, tuple[str, ...]] = {}
         self._outcomes: dict[object, Outcome] = {}  # of what was done to settle an end
         self._problems: dict[object, _Asked] = {}  # of what was looked at of a checkpoint
@@ -148,7 +167,9 @@ class Player:
     def play(self, steps: Sequence[Step]) -> Played:
         """Play a schedule, and then let all who are left run to their ends, one after another."""
         self.played += 1
-        self.world.restore(self.first)
+        has_tiers = any(COMMANDS[parse_actor(step.actor)[0]].tiers for step in steps)
+        self._began_with = self._of_run if has_tiers else self._plain
+        self.world.restore(self._began_with.world)
         actors = {step.actor: self._actor(step.actor) for step in steps}
         for step in steps:
             if step.fault:
@@ -193,7 +214,7 @@ class Player:
                 and not (actor.error or actor.killed or actor.warned)
             ):
                 yield from self._silent(actor, ended)
-        self._contents = dict(self._first_contents)
+        self._contents = dict(self._began_with.contents)
         began = [a.name for a in actors if a.began]
         yield from self._broken(began)
         again = [a.name for a in actors if a.killed or a.error is not None]
@@ -208,6 +229,9 @@ class Player:
             for settle in order:
                 yield from settle(again, len(actors))
                 yield from self._broken([*began, *again])
+            if self._began_with is self._of_run:
+                yield from self._launch_next([*began, *again])
+                yield from self._broken([*began, *again, _NEXT])
             yield from self._left()
 
     def _silent(self, actor: Actor, ended: Snapshot) -> Iterator[str]:
@@ -215,7 +239,7 @@ class Player:
         done = self._done()
         if actor.name not in self._whole:
             commits = tuple(self.world.commits)
-            self.world.restore(self.first)
+            self.world.restore(self._began_with.world)
             self._actor(actor.name).advance()
             self._whole[actor.name] = self._done()
             self.world.restore(ended)
@@ -268,6 +292,29 @@ class Player:
         for name in CATALOGS[:2]:
             yield from self._settled(name, "", False, partial(gc, name))
 
+    def _launch_next(self, names: Sequence[str]) -> Iterator[str]:
+        """Start the training of a run again: the newest step that its fast tier had is what it restores."""
+        commits = [c for c in (*self._began_with.commits, *self.world.commits) if _is_of_run(c[0])]
+        newest = [made for place, made, _ in commits if f"memory://{place}".startswith(FAST)][-1]
+        places = {f"memory://{place}" for place, made, _ in commits if made == newest}
+        may_go = any(parse_actor(name)[0] in DELETING for name in names)
+        if all(self._problem(url, newest) for url in places) and not may_go:
+            yield f"lost {newest}: it is whole in no tier"
+
+        def launch() -> Iterator[str]:
+            actor = self.world.actor(_NEXT, NEXT.work, CATALOGS[0], NOW)
+            actor.advance()
+            if actor.error is not None:
+                yield f"next launch: {actor.error!r}"
+                return
+            begun = [m for place, m, who in self.world.commits if who == _NEXT]
+            found = read_manifest(open_store(f"{FAST}/step-00000006"))[0]
+            restored = [edge.id for edge in found.lineage]
+            if found.id not in begun or (restored != [newest] and not may_go):
+                yield f"next launch: {restored} was restored, not {newest}"
+
+        yield from self._settled(CATALOGS[0], _NEXT, False, launch)
+
     def _settled(
         self, catalog: str, who: str, alone: bool, act: Callable[[], Iterable[str]]
     ) -> tuple[str, ...]:
@@ -289,10 +336,12 @@ class Player:
 
     def _broken(self, names: Sequence[str]) -> Iterator[str]:
         """What was committed, and nobody was to take away, and is not there bit for bit."""
-        commands = {name: COMMANDS[parse_actor(name)[0]] for name in names}
+        commands = {
+            name: NEXT if name == _NEXT else COMMANDS[parse_actor(name)[0]] for name in names
+        }
         may_go = {GONE, COPY, *(place for c in commands.values() for place in c.deletes)}
         last: dict[str, str] = {}
-        for place, made, who in (*self._first_commits, *self.world.commits):
+        for place, made, who in (*self._began_with.commits, *self.world.commits):
             url = f"memory://{place}"
             if last.get(url, made) != made and url not in (*may_go, *commands[who].replaces):
                 yield f"replaced {url}: by {who}"
@@ -347,10 +396,14 @@ class Player:
             found = read_manifest(open_store(url))[0]
             if found.id != checkpoint:
                 return NotACheckpoint(f"there is another one, {found.id}")
-            ck = open_reference(url)
+            ck = open_reference(url, older=True)
             held = {name: ck[name, "weight"][...] for name in arrays(0)}
-            if not any(_same(held, arrays(step)) for step in self._contents[checkpoint]):
+            if not any(same(held, arrays(content)) for content in self._contents[checkpoint]):
                 return AssertionError("its tensors have other bits")
+            if found.bases and (found.window or found.deltas):
+                step, held = replay_at(url)
+                if step != found.step or not same(held, arrays(step)):
+                    return AssertionError("a replay of it gives other bits")
             assert isinstance(ck.objects, dict)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
             error.__context__ = error.__cause__ = None  # of which it would keep all frames
@@ -418,10 +471,8 @@ _HELD = """
 """
 
 
-def _same(held: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return all(
-        a.dtype == held[name].dtype and np.array_equal(a, held[name]) for name, a in wanted.items()
-    )
+def _is_of_run(place: str) -> bool:
+    return f"memory://{place}".startswith((FAST, MIDDLE, HOME))
 
 
 def _is_fine(error: BaseException | None, *, alone: bool) -> bool:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 #: What was a fault once. Where one stops is said by the first such call that he makes, since their
 #: numbers change.
 MENDED = (
-    "resume:[write weight/w/zarr.json] gc",
+    "resume:[write weight/w0/zarr.json] gc",
     "gc:[write new/attempts/]-1 resume:[write objects.json] gc resume",
     "gc:[write new/attempts/] resume:[write objects.json] gc resume",
-    "convert:[write weight/w/zarr.json] gc+30",
+    "convert:[write weight/w0/zarr.json] gc+30",
     "register-copies gc",
     "register@3 gc@3",
     "hold overwrite",
@@ -33,6 +33,20 @@ MENDED = (
     "virtual@2 delete gc",
     "overwrite:[write p/manifest.json]-1 hold",
     "overwrite:[write p/manifest.json]-2 hold",
+)
+
+
+#: Parts of a training whose bases are taken away, and tiers of which others copy and remove steps.
+TRAINED = (
+    "deltas:60 delete gc deltas",
+    "experts delete gc",
+    "window:40 delete gc window",
+    "cut deltas gc",
+    "replay:90 delete gc replay",
+    "launch:100 fill restore launch",
+    "launch:115 !launch restore gc launch",
+    "fill:20 launch fill",
+    "launch:130 delete-step gc launch",
 )
 
 
@@ -61,6 +75,12 @@ def numbered(player: Player, schedule: str) -> str:
 @pytest.mark.parametrize("schedule", MENDED)
 def test_what_was_mended_stays_so(player: Player, schedule: str) -> None:
     assert player.play(parse(numbered(player, schedule))).complaints == ()
+
+
+@pytest.mark.front("deltas:60*", "launch:100*")
+@pytest.mark.parametrize("schedule", TRAINED)
+def test_parts_and_tiers_of_a_training(player: Player, schedule: str) -> None:
+    assert player.play(parse(schedule)).complaints == ()
 
 
 def test_one_of_two_twins_fails_later(player: Player) -> None:
@@ -120,10 +140,20 @@ def test_a_command_that_hides_a_fault_is_found(player: Player) -> None:
     [
         *("based delete", "delete based", "based thin", "based overwrite", "patch gc"),
         *("remnant based", "patched delete", "thin patched", "retain patched", "patch delete"),
-        *("compact patched", "materialize read"),
+        *("compact patched", "materialize read", "experts delete", "deltas thin", "window gc"),
+        *("cut deltas", "remnant experts", "compact window", "overwrite deltas", "replay cut"),
     ],
 )
 def test_a_base_is_taken_away_while_it_is_needed(player: Player, actors: str) -> None:
+    for played in pair(player, *actors.split()):
+        assert played.complaints == (), played
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "actors", ["fill drop", "fill delete-step", "drop restore", "drop gc", "fill launch"]
+)
+def test_tiers_are_changed_by_two(player: Player, actors: str) -> None:
     for played in pair(player, *actors.split()):
         assert played.complaints == (), played
 

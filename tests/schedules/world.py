@@ -39,15 +39,18 @@ from ucformat.catalog.database import translated_errors as translated_database_e
 from ucformat.catalog.models import Base
 from ucformat.errors import Conflict, UcformatError, Uncertain
 from ucformat.format.structure import parse_manifest
+from ucformat.jobs import removal
 from ucformat.schema import MANIFEST
 from ucformat.schema.documents import is_tombstone
 from ucformat.settings import using
 from ucformat.storage import memory
 from ucformat.storage.error_mapping import mapping_os_errors
 from ucformat.storage.memory import MemoryStore, MemoryWriter
+from ucformat.torch.tiers.nodes import Node, Nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from ucformat.storage.base import Bytes, Checksums, Info
@@ -76,6 +79,10 @@ EPOCH = dt.datetime(2024, 1, 1, tzinfo=dt.UTC)
 _PACKAGES = ("catalog", "format", "jobs", "sources", "storage")
 _MODULES = (
     "ucformat.torch.saving.save",
+    "ucformat.torch.saving.partial",
+    "ucformat.torch.loading.replay",
+    "ucformat.torch.manager.manager",
+    "ucformat.torch.tiers.tiers",
     "ucformat.jobs.dependents",
     "ucformat.checkpoint",
     "ucformat.references",
@@ -598,6 +605,16 @@ class _Store(MemoryStore):
         return version
 
 
+class _NodeFolder(_Store):
+    """What a node has for itself: a folder of its own, by its path or the url that this has."""
+
+    def __init__(self, world: World, place: str | Path) -> None:
+        super().__init__(world, str(place).removeprefix("memory:/"))
+
+    def confined(self, _: Callable[[str], bool]) -> _NodeFolder:
+        return self
+
+
 class _Writer(MemoryWriter):
     def __init__(self, store: _Store, key: str, path: str) -> None:
         super().__init__(path)
@@ -676,6 +693,24 @@ def _cached_properties(module: Any) -> Iterator[cached_property[Any]]:
             )
 
 
+def _clocks(world: World) -> Iterator[Any]:
+    """What takes the place of clocks; what took how long is in manifests."""
+    boot = [lambda _: iter([("the boot", world.time.timestamp())])]
+    yield mock.patch("ucformat.catalog.stamp.CLOCKS", boot)
+    for module in ("saving.save", "saving.manifest", "loading.load"):
+        yield mock.patch(f"ucformat.torch.{module}.time", SimpleNamespace(monotonic=lambda: 0.0))
+
+
+def _on_one_node(world: World) -> Iterator[Any]:
+    """What takes the place of a node's folder, and of all nodes."""
+    for module in ("tiers", "recovery"):
+        yield mock.patch(
+            f"ucformat.torch.tiers.{module}.LocalStore", lambda place: _NodeFolder(world, place)
+        )
+    nodes = Nodes((Node("here", ((0, 1),)),))
+    yield mock.patch("ucformat.torch.tiers.tiers.gather_nodes", return_value=nodes)
+
+
 def _patches(world: World) -> Iterator[Any]:
     """What takes the place of files, catalogs, clocks, ids and threads in ucformat."""
     for package in _PACKAGES:
@@ -706,11 +741,10 @@ def _patches(world: World) -> Iterator[Any]:
     yield mock.patch(
         "ucformat.torch.comm.group.Group.exclusive", nullcontext
     )  # of another process each
-    yield mock.patch(
-        "ucformat.catalog.stamp.CLOCKS", [lambda _: iter([("the boot", world.time.timestamp())])]
-    )
-    yield mock.patch("ucformat.torch.saving.save.time", SimpleNamespace(monotonic=lambda: 0.0))
+    yield from _clocks(world)
+    yield mock.patch.object(removal, "_warn", removal._warn.__wrapped__)  # each time, not once
     yield mock.patch("ucformat.jobs.run.default_workers", return_value=1)
+    yield from _on_one_node(world)
     replaced = {
         "datetime": (dt.datetime, Time),
         "uuid4": (None, world.uuid),
