@@ -165,8 +165,15 @@ class Player:
         return len(self._known)
 
     def play(self, steps: Sequence[Step]) -> Played:
-        """Play a schedule, and then let all who are left run to their ends, one after another."""
+        """Play a schedule, and say what is wrong with what came of it."""
         self.played += 1
+        actors = self.run(steps)
+        trace = tuple(self.world.trace)
+        struck = any(actor.struck for actor in actors)
+        return Played(tuple(steps), trace, self._complaints(actors), struck)
+
+    def run(self, steps: Sequence[Step]) -> list[Actor]:
+        """Play a schedule, and then let all who are left run to their ends, one after another."""
         has_tiers = any(COMMANDS[parse_actor(step.actor)[0]].tiers for step in steps)
         self._began_with = self._of_run if has_tiers else self._plain
         self.world.restore(self._began_with.world)
@@ -180,9 +187,7 @@ class Player:
                 actors[step.actor].advance(step.calls)
         for actor in actors.values():
             actor.advance()
-        trace = tuple(self.world.trace)
-        struck = any(actor.struck for actor in actors.values())
-        return Played(tuple(steps), trace, self._complaints([*actors.values()]), struck)
+        return [*actors.values()]
 
     def _actor(self, name: str) -> Actor:
         command, catalog, skew = parse_actor(name)

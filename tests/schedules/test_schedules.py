@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
 
-from tests.schedules.commands import COMMANDS, Command
+from tests.schedules.commands import COMMANDS, NEXT, Command
 from tests.schedules.explore import faults, pair, single, three
 from tests.schedules.schedule import Player, parse, text_of
-from tests.schedules.world import Call, World
+from tests.schedules.world import CATALOGS, Call, World
 from ucformat.errors import UcformatError
+from ucformat.schema import MANIFEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +49,8 @@ TRAINED = (
     "launch:115 !launch restore gc launch",
     "fill:20 launch fill",
     "launch:130 delete-step gc launch",
+    "launch@1:12 launch:33 launch@1:26 launch launch@1",
+    "drop:27 register-copies:8 drop:5 !drop launch@1 register-copies drop",
 )
 
 
@@ -86,6 +90,22 @@ def test_parts_and_tiers_of_a_training(player: Player, schedule: str) -> None:
 def test_one_of_two_twins_fails_later(player: Player) -> None:
     schedule = "copy:12 resume@1:5 copy@1-30:10 copy@1-30:11 resume@1 copy copy@1-30"
     assert player.play(parse(schedule)).complaints == ()
+
+
+@pytest.mark.matrix
+def test_a_removal_from_a_tier_that_was_interrupted_is_finished(player: Player) -> None:
+    """By the next launch, which does not wait for gc."""
+    old = "w/u/r/step-00000004/"
+    calls = player.play(parse("launch")).trace
+    at = next(
+        n for n, c in enumerate(calls, 1) if (c.what, c.key) == ("delete", f"{old}{MANIFEST}")
+    )
+    player.run(parse(f"launch:{at} !launch"))
+    assert any(key.startswith(old) for key in player.world.files)
+    actor = player.world.actor("next", NEXT.work, CATALOGS[0], timedelta(0))
+    actor.advance()
+    assert actor.error is None
+    assert not any(key.startswith(old) for key in player.world.files)
 
 
 @pytest.mark.matrix

@@ -58,16 +58,21 @@ _log = logging.getLogger("ucformat")
 def discard(url: str) -> bool:
     """Remove a checkpoint, and its place from the catalog, unless it is protected, which is a warning.
 
-    Returns whether it is gone.
+    A removal that was interrupted is finished. Returns whether it is gone.
     """
     store = open_store(url)
+    reasons: tuple[str, ...] = ()
     try:
         manifest, _ = read_manifest(store)
     except NotACheckpoint:
-        return True  # already removed
-    reasons = protections_of(store.url, manifest.id) or tuple(
-        f"needed by {d}" for d in remove(store, manifest.id)
-    )
+        tombstone = read_tombstone(store)
+        if tombstone is None:
+            return True  # already removed
+        checkpoint = tombstone.id
+    else:
+        checkpoint = manifest.id
+        reasons = protections_of(store.url, checkpoint)
+    reasons = reasons or tuple(f"needed by {d}" for d in remove(store, checkpoint))
     if reasons:
         _warn(store.url, "; ".join(reasons))
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ucformat.format.attempts import KINDS
 from ucformat.format.commit import begin, commit, discard
 from ucformat.format.structure import committed_manifest
 from ucformat.format.universal import Universal
@@ -107,6 +108,12 @@ def copy_files(source: Store, target: Store, keys: Iterable[str]) -> None:
                 out.write(part)
 
 
+def _is_of_another(key: str, attempt: str) -> bool:
+    """Whether a file is of another attempt at the same folder, whose record is not copied: nobody would remove it."""
+    kind, _, rest = key.partition("/")
+    return kind in KINDS and not rest.startswith(f"{attempt}/")
+
+
 def fill(
     store: Store,
     url_store: Store,
@@ -147,8 +154,9 @@ def fill(
         others = [key for key in own_keys if number_of(key) is None]
         if begun is not None:
             others += sorted(k for k in documents if k != MANIFEST and not k.startswith(_RECORDS))
-        copy_files(store, url_store, others)
         source, there = Universal(store), {i.key: i.size for i in url_store.list("data")}
+        attempt = source.manifest.attempt
+        copy_files(store, url_store, [key for key in others if not _is_of_another(key, attempt)])
         packed = () if source.manifest.sidecar is None else source.sidecar().files
         for key in own_keys:
             if key in packed:  # a rank that holds nothing has an empty file

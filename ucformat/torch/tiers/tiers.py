@@ -442,10 +442,13 @@ class Tiers:
         return [own_file, *(k for k in others if number_of(k) is None and k not in documents)]
 
     def _drop_old(self, tier: _SlowTier) -> None:
-        """Remove the oldest checkpoints of a tier that keeps a few; on rank 0."""
+        """Remove the oldest checkpoints of a tier that keeps a few, and what interrupted removals left; on rank 0."""
         if tier.keep is not None and self._stopped is None:
-            for step in list_steps(tier.url).steps[tier.keep :]:
-                discard(step.url)
+            listed = list_steps(tier.url)
+            there = {step.url for step in listed.steps}
+            old = [step.url for step in listed.steps[tier.keep :]]
+            for url in (*old, *(u for u in listed.being_purged if u not in there)):
+                discard(url)
 
     def _check(self) -> None:
         if self._stopped is not None:
