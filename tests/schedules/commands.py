@@ -166,7 +166,7 @@ COMMANDS: dict[str, Command] = {
     "patched": Command(lambda: save_step(3, PATCHED, base=PACKED, patch=True), contents=(3,)),
     "fold": Command(_fold, contents=(2, 3)),
     "experts": Command(lambda: save_experts(PACKED, BASED), contents=((5, 1),)),
-    "window": Command(lambda: save_window(PACKED, BASED, PATCHED), contents=(5, (6, 5))),
+    "window": Command(lambda: save_window(PACKED, BASED, PATCHED), contents=(5, (6, 5), 6)),
     "deltas": Command(lambda: save_deltas(PACKED, BASED, PATCHED), contents=(1,)),
     "replay": Command(_replay, contents=(1,)),
     "cut": Command(_catalog(_cut), contents=(1,), deletes=(BASED,)),

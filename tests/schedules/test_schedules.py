@@ -50,6 +50,10 @@ TRAINED = (
     "fill:20 launch fill",
     "launch:130 delete-step gc launch",
     "launch@1:12 launch:33 launch@1:26 launch launch@1",
+    "deltas:1 thin",
+    "experts:3 overwrite",
+    "deltas:31 compact",
+    "window:10 compact",
     "drop:27 register-copies:8 drop:5 !drop launch@1 register-copies drop",
 )
 

@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ucformat.errors import UcformatError, UsageError
+from ucformat.errors import Conflict, UcformatError, UsageError
 from ucformat.geometry.tensor import Key
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
@@ -69,9 +69,10 @@ def _compare(a: _Asked, b: _Asked) -> _Asked:
 
 @message
 class _Place:
-    """The base, by its url, and whether the training that saves goes on from it as it is in memory."""
+    """The base, by its url and id, and whether the training that saves goes on from it as it is in memory."""
 
     url: str = ""
+    id: str = ""
     goes_on: bool = False
     before: RecordBefore = RecordBefore()
 
@@ -120,6 +121,8 @@ def leave_parts(
     base = open_together(place.url, ranks, more=True)
     with ranks.sharing_errors():
         assert base.universal is not None  # noqa: S101 - rank 0 has opened it as a base
+        if base.universal.manifest.id != place.id:
+            raise Conflict(f"{place.url} was replaced while a part of it was chosen")
         selection = _selection(wanted, base.universal.manifest, place)
         own = selection.held_by(local)
 
@@ -194,7 +197,7 @@ def _agree_on_place(
             return _Place(before=before)
         base.check_depth()
         _check_step(base.manifest, wanted.step, base.url)
-        return _Place(base.url, _goes_on(base.manifest, metadata), before)
+        return _Place(base.url, base.manifest.id, _goes_on(base.manifest, metadata), before)
 
     lineage = [edge.id or edge.url for edge in metadata.lineage]
     text = (
