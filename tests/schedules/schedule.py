@@ -460,11 +460,11 @@ class Player:
 #: rule 1a).
 _OTHER_FORM = "in another form than"
 
-#: What a partial save says whose base is not the one that it was before.
+#: What a partial save says whose base is not the one that it was before, and what compacts it where it is a delta.
 _OTHER_BASE = (
     "which has no step",
     "and the base is of step",
-    "the base was compacted",
+    "is none of its bases",
     "there is no checkpoint that",
 )
 

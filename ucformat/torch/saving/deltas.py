@@ -82,12 +82,6 @@ class DeltaSelection:
                 "the base has tensors of earlier steps, and no deltas lead from these to its own",
                 hint="save everything first, without deltas=",
             )
-        if base.deltas is not None and not base.bases:
-            raise UsageError(
-                f"the base was compacted: it lacks the checkpoint of step {base.deltas.since}, after which "
-                "its deltas begin, so none that follow could be replayed",
-                hint="save everything first, without deltas=",
-            )
         if base.step is None or batch.first != base.step + 1:
             raise UsageError(
                 f"the deltas begin with step {batch.first}, and the base is of step {base.step}",
