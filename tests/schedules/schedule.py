@@ -464,7 +464,7 @@ _OTHER_FORM = "in another form than"
 _OTHER_BASE = (
     "which has no step",
     "and the base is of step",
-    "is none of its bases",
+    "has deltas, which are applied",
     "there is no checkpoint that",
 )
 

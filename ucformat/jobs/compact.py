@@ -55,8 +55,8 @@ def compact(
         Conflict: a checkpoint is committed at `dst` already, or the one to be replaced has changed.
         UnsupportedError: it is no universal checkpoint, or a tensor has an unknown dtype; or in place, the place has no
             conditional replacement of files.
-        UsageError: with `dst`, it depends on no other; or with `fold`, a codec is given, or its chain begins from
-            several whole checkpoints.
+        UsageError: it has deltas; or with `dst`, it depends on no other; or with `fold`, a codec is given, or its
+            chain begins from several whole checkpoints.
     """
     check_keywords("compact", arguments, JobArguments)
     check_choice("codec", codec, (None, "blosc", "none"))
@@ -64,6 +64,11 @@ def compact(
     if is_compact(source, dst, fold=fold, codec=codec):
         settle(own_store(source))
         return source
+    if source.universal is not None and source.universal.manifest.deltas is not None:
+        raise UsageError(
+            f"{source.url} has deltas, which are applied to the checkpoint that it is based on",
+            hint="replay it, and save everything",
+        )
     job_arguments: dict[str, Any] = dict(arguments)
     if fold:
         overwrite = job_arguments.pop("overwrite", False)
