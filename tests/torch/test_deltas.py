@@ -23,6 +23,7 @@ from ucformat.errors import (
 )
 from ucformat.format.digest import with_own_digest
 from ucformat.schema import MANIFEST
+from ucformat.schema.manifest import LaunchDoc
 from ucformat.torch import (
     DeltaCosts,
     Deltas,
@@ -111,9 +112,9 @@ def test_all_that_has_no_deltas_is_saved_if_it_changed(tmp_path: Path) -> None:
     ck = ucformat.open(tmp_path / "7")
     weights = {key.name for key in ck.tensors if key.state == "weight"}
     older = {key.name for key in ck.older if key.state == "weight"}
-    assert older == {"0.weight", "4.weight"}, "weights of two dims that deltas change"
+    assert older == {f"{n}.{part}" for n in (0, 1, 3) for part in ("weight", "bias")} | {"4.weight"}
     assert "5.weight" in weights - older, "a frozen weight is as it was"
-    assert {"3.running_mean", "3.num_batches_tracked", "1.weight"} <= weights - older
+    assert {"3.running_mean", "3.num_batches_tracked"} <= weights - older
     assert all(step == 1 for step in ck.older.values())
     assert not [key for key in ck.older if key.state.startswith("delta.")]
     stored = {t.name for t in ck.manifest.tensors if not t.is_referenced}
@@ -160,6 +161,99 @@ def test_a_wrong_replay_is_found(tmp_path: Path) -> None:
         replay(tmp_path / "4", state, leave="scheduler")
 
 
+@pytest.mark.parametrize("how", ["decay", "clamp", "skipped", "average"])
+def test_what_steps_do_besides_is_found(how: str, tmp_path: Path) -> None:
+    """Weights of two dims alone differ; a row of each is compared."""
+    training = Training()
+    state = {**training.state, "average": {"w": torch.zeros(5, 7)}}
+    training.train(1)
+    save(state, tmp_path / "1", step=1, partial=Deltas(fixed=("average.*",)))
+    applied = training.train(2)
+    with torch.no_grad():
+        if how == "decay":
+            training.model[0].weight *= 0.999
+        if how == "clamp":
+            training.model[4].weight.clamp_(-0.1, 0.1)
+        if how == "skipped":
+            applied["0.weight"].zero_()
+        if how == "average":
+            state["average"]["w"] += 1
+    partial = Deltas(fixed=("average.*",))
+    save(state, tmp_path / "2", step=2, partial=partial, deltas={2: applied})
+    fresh = Training(seed=3)
+    with pytest.raises(NotCertified, match="average" if how == "average" else "weight"):
+        replay(tmp_path / "2", {**fresh.state, "average": {"w": torch.zeros(5, 7)}})
+
+
+def test_rows_that_are_checked_change_from_batch_to_batch(tmp_path: Path) -> None:
+    trained(tmp_path, 10)
+    checked = [ucformat.open(tmp_path / str(n)).manifest.deltas for n in (4, 7, 10)]
+    assert all(deltas is not None for deltas in checked)
+    assert len({deltas.checked["0.weight"] for deltas in checked if deltas}) > 1
+
+
+@pytest.mark.parametrize("form", ["packed", "zarr"])
+def test_a_chain_is_certified_while_it_is_saved(form: str, tmp_path: Path) -> None:
+    _, truth = trained(tmp_path, 7, form=form, certify=True)
+    fresh = Training(seed=4)
+    assert replay(tmp_path / "7", fresh.state, certify=True)
+    check(fresh.whole(), truth)
+
+
+def test_parameters_that_are_added_need_a_whole_save(tmp_path: Path) -> None:
+    training = Training()
+    with Manager(tmp_path, partial=Deltas(batch=1)) as manager:
+        for step in (1, 2):
+            manager.save(step, training.state, deltas=training.train(step))
+        training.model[5].requires_grad_(requires_grad=True)
+        training.optimizer.add_param_group({"params": training.model[5].parameters()})
+        applied = training.train(3)
+        with pytest.raises(UsageError, match="5.bias, 5.weight"):
+            manager.save(3, training.state, deltas=applied)
+        training.train(4)
+        assert manager.save(4, training.state, force=True)
+        manager.save(5, training.state, deltas=training.train(5))
+    fresh = Training(seed=2)
+    fresh.model[5].requires_grad_(requires_grad=True)
+    fresh.optimizer.add_param_group({"params": fresh.model[5].parameters()})
+    assert replay(tmp_path / "step-00000005", fresh.state)
+    check(fresh.whole(), training.whole())
+
+
+def test_deltas_do_not_lead_from_another_training(tmp_path: Path) -> None:
+    training = Training()
+    training.train(1)
+    with Manager(tmp_path / "a", partial=Deltas()) as manager:
+        manager.save(1, training.state)
+    applied = training.train(2)
+    with pytest.raises(UsageError, match="not of this training"):
+        save(
+            training.state,
+            tmp_path / "2",
+            step=2,
+            partial=Deltas(),
+            base=tmp_path / "a" / "step-00000001",
+            deltas={2: applied},
+            launch=LaunchDoc(id="0" * 32),
+        )
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "optimizer", "says"),
+    [
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, torch.optim.AdamW, "ReduceLROnPlateau"),
+        (None, torch.optim.LBFGS, "LBFGS"),
+    ],
+)
+def test_steps_that_need_more_than_gradients(scheduler: Any, optimizer: Any, says: str) -> None:
+    layer = torch.nn.Linear(2, 2)
+    state: dict[str, Any] = {"model": layer, "optimizer": optimizer(layer.parameters())}
+    if scheduler is not None:
+        state["scheduler"] = scheduler(state["optimizer"])
+    with pytest.raises(UsageError, match=f"{says} needs more"):
+        GradientSteps(state)
+
+
 def test_a_function_of_the_user_applies_updates(tmp_path: Path) -> None:
     """Low-rank updates of one weight, as names that are no parameters."""
     layer = torch.nn.Linear(6, 5)
@@ -192,6 +286,7 @@ def test_a_function_of_the_user_applies_updates(tmp_path: Path) -> None:
         replay(tmp_path / "3", {"model": layer})
 
 
+SHARED = torch.zeros(2)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"deltas": {4: {}}}, "step 4"),  # one is left out
     ({"deltas": {2: {}, 4: {}}}, "steps 2, 4"),
@@ -202,6 +297,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"deltas": {2: {}, 3: {}}, "partial": None}, "without partial=Deltas"),
     ({"deltas": {2: {}, 3: {}}, "partial": Experts()}, "without partial=Deltas"),
     ({"deltas": {2: {}, 3: {}}, "base": False}, "no checkpoint that the deltas"),
+    ({"deltas": {"2": {}, "3": {}}}, "none"),
+    ({"deltas": [{}, {}]}, "none"),
+    ({"deltas": {2: {"a": SHARED}, 3: {"a": SHARED}}}, "are one tensor"),
+    ({"deltas": {2: {}, 3: {}}, "encode": {"exp_avg": "bf16"}}, "encode"),
 ]
 
 
@@ -271,10 +370,10 @@ def test_indices_beyond_the_tensor_are_refused(tmp_path: Path) -> None:
     save(training.state, tmp_path / "1", step=1, partial=Deltas())
     indices = torch.tensor([[3], [4]])
     delta = torch.sparse_coo_tensor(indices, torch.ones(1), (9, 9), check_invariants=True)
-    save(training.state, tmp_path / "2", step=2, partial=Deltas(), deltas={2: {"x": delta}})
+    save(training.state, tmp_path / "2", step=2, partial=Deltas(), deltas={2: {"0.weight": delta}})
     smaller = {"shape": [2, 2]}
-    change_manifest(tmp_path / "2", lambda doc: doc["deltas"]["sparse"]["x"].update(smaller))
-    with pytest.raises(IntegrityError, match="x of step 2"):
+    change_manifest(tmp_path / "2", lambda doc: doc["deltas"]["sparse"]["0.weight"].update(smaller))
+    with pytest.raises(IntegrityError, match="0.weight of step 2"):
         replay(tmp_path / "2", Training().state, lambda *_: None)
 
 
@@ -371,6 +470,30 @@ class TestManager:
     @staticmethod
     def fail(*_: Any, **__: Any) -> Any:
         raise UcformatError("no space is left", hint="free some")
+
+    def test_should_save_is_true_in_each_step(self, tmp_path: Path) -> None:
+        training = Training()
+        with Manager(tmp_path, partial=Deltas(batch=2)) as manager:
+            for step in range(1, 6):
+                applied = training.train(step)
+                assert manager.should_save(step)
+                manager.save(step, training.state, deltas=applied)
+        assert len(list(tmp_path.glob("step-*"))) == 3
+
+    def test_deltas_without_a_policy_are_refused(self, tmp_path: Path) -> None:
+        training = Training()
+        with (
+            Manager(tmp_path) as manager,
+            pytest.raises(UsageError, match="without partial=Deltas"),
+        ):
+            manager.save(1, training.state, deltas=training.train(1))
+
+    @pytest.mark.parametrize(
+        "wrong", [{"fixed": "ema.*"}, {"batch": 2.5}, {"batch": "3"}, {"full": 0}]
+    )
+    def test_attributes_that_are_none_are_refused(self, wrong: Any) -> None:
+        with pytest.raises(UsageError):
+            Deltas(**wrong)
 
     def test_every_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="every"):

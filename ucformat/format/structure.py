@@ -325,6 +325,8 @@ def _is_delta_of(doc: TensorDoc, deltas: DeltasDoc, table: TensorTable) -> bool:
     if doc.state == deltas.state:
         return sparse is None and doc.shape[:1] == (count,)
     part = doc.state.removeprefix(f"{deltas.state}.")
+    if part == "check":
+        return doc.name in deltas.checked and (len(doc.shape) < 2 or doc.shape[0] == 1)
     if sparse is None or part not in ("indices", "values") or len(sparse.counts) != count:
         return False
     other = {"indices": "values", "values": "indices"}[part]

@@ -248,7 +248,9 @@ class DeltasDoc(_ManifestPart):
 
     Such a tensor has an item of its first dim for each step; of `partial` names for these steps only.
     `after` is the id of the base with the deltas before these, or with everything. Tensors that are
-    older are as they were at the step `since`, at which everything was saved.
+    older are as they were at the step `since`, at which everything was saved. Of the weights in `checked`,
+    tensors of the state `delta.<first>.check` are what they have at `last`: the row of this number, of
+    weights of at most one dim all.
     """
 
     since: Integer
@@ -257,6 +259,7 @@ class DeltasDoc(_ManifestPart):
     after: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     partial: dict[Text, tuple[Integer, ...]] = {}
     sparse: dict[Text, SparseDeltaDoc] = {}
+    checked: dict[Text, Size] = {}
 
     @property
     def state(self) -> str:

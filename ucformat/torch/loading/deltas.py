@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import LBFGS, SparseAdam
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ucformat.errors import IntegrityError, MissingData, UsageError, first_names
 from ucformat.geometry.box import Box
@@ -18,8 +20,9 @@ from ucformat.schema.manifest import is_delta
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.loading.read import read
 from ucformat.torch.state.collect import collect
+from ucformat.torch.state.deltas import checked_part
 from ucformat.torch.state.local import LocalShard, local_of
-from ucformat.torch.state.memory import torch_dtype
+from ucformat.torch.state.memory import dtype_name, torch_dtype
 from ucformat.torch.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from ucformat.torch.state.collect import CollectedState
 
 
+#: What wants closures, sparse gradients or metrics.
+_NEED_MORE = (LBFGS, SparseAdam, ReduceLROnPlateau)
 _EARLIER = "load an earlier checkpoint, or one that is whole"
 
 
@@ -130,6 +135,28 @@ class DeltaReader:
                 at += count
         return made
 
+    def check(self, ck: Checkpoint) -> tuple[int, list[str]]:
+        """How many weights a checkpoint has rows of, and which have others now, as far as this rank has them."""
+        deltas = None if ck.universal is None else ck.universal.manifest.deltas
+        assert deltas is not None  # noqa: S101 - it is one of a chain
+        live, stored = list[LocalShard](), list[Matched]()
+        for name, row in deltas.checked.items():
+            info = ck.tensors.get(Key(name, f"{deltas.state}.check"))
+            if info is None or name not in self._weights:
+                continue
+            part = checked_part(local_of(name, "weight", self._weights[name]), row, info.state)
+            if part.info == info:  # else it was cast
+                live.append(part)
+                memory = torch.empty(part.tensor.shape, dtype=part.tensor.dtype)
+                stored.append(Matched(replace(part, tensor=memory), info))
+        self.nbytes += read(ck, [m for m in stored if m.target.pieces], self._options).nbytes
+        differing = [
+            part.info.name
+            for part, m in zip(live, stored, strict=True)
+            if not _same_bits(part.tensor.cpu(), m.target.tensor)
+        ]
+        return len(live), differing
+
     def _target(self, stacked: TensorInfo, number: int) -> tuple[torch.Tensor, Matched]:
         """Memory for one delta of those that are stacked in a tensor, and what of this it is."""
         shape, dtype = stacked.shape[1:], torch_dtype(stacked.dtype)
@@ -161,12 +188,19 @@ class GradientSteps:
         collected = collect(state, names or {})
         self._parameters = _optimized(collected)
         self._optimizers = [o.optimizer for live in collected.optimizers.values() for o in live]
-        self._schedulers = [s for s in _values(state) if isinstance(s, LRScheduler)]
+        schedulers = (s for s in _values(state) if isinstance(s, LRScheduler))
+        self._schedulers = [*{id(s): s for s in schedulers}.values()]
         if not self._optimizers:
             raise UsageError(
                 "the state has no optimizer that could apply gradients",
                 hint="give the live optimizer in the state, or a step_fn(step, deltas)",
             )
+        for part in (*self._optimizers, *self._schedulers):
+            if isinstance(part, _NEED_MORE):
+                raise UsageError(
+                    f"{type(part).__name__} needs more than gradients for a step",
+                    hint="replay(ref, state, step_fn) with a step_fn(step, deltas) that gives it",
+                )
 
     def __call__(self, step: int, deltas: Mapping[str, torch.Tensor]) -> None:
         """Apply the gradients of a step; without any only schedulers make a step."""
@@ -179,7 +213,7 @@ class GradientSteps:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 delta = deltas.get(name)
-                parameter.grad = None if delta is None else _as_gradient(delta, parameter)
+                parameter.grad = None if delta is None else _as_gradient(name, delta, parameter)
         for optimizer in self._optimizers if deltas else ():
             optimizer.step()
             optimizer.zero_grad()
@@ -203,6 +237,10 @@ def gradients(
     return {name: p.grad for name, p in optimized.items() if p.grad is not None}
 
 
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+
+
 def _optimized(collected: CollectedState) -> dict[str, torch.Tensor]:
     """The parameters of optimizers, by their names in checkpoints."""
     return {
@@ -213,10 +251,16 @@ def _optimized(collected: CollectedState) -> dict[str, torch.Tensor]:
     }
 
 
-def _as_gradient(delta: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _as_gradient(name: str, delta: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A delta as the gradient of a parameter, dense and placed as that is."""
     if delta.layout == torch.sparse_coo:
         delta = delta.to_dense()
+    if (delta.shape, delta.dtype) != (parameter.shape, parameter.dtype):
+        raise UsageError(
+            f"a delta of {name} is {dtype_name(delta.dtype)} {list(delta.shape)}, the parameter "
+            f"{dtype_name(parameter.dtype)} {list(parameter.shape)}, so it is no gradient of it",
+            hint="replay(ref, state, step_fn) with a step_fn(step, deltas) that applies it",
+        )
     if is_dtensor(parameter) and not is_dtensor(delta):
         from torch.distributed.tensor import distribute_tensor
 

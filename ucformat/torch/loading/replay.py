@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from glob import escape
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from ucformat.errors import (
@@ -15,7 +16,7 @@ from ucformat.errors import (
     first_names,
 )
 from ucformat.geometry.tensor import Key
-from ucformat.schema.manifest import DELTA
+from ucformat.schema.manifest import is_delta
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadArguments, LoadOptions
 from ucformat.torch.loading.certify import certify_state
@@ -23,7 +24,6 @@ from ucformat.torch.loading.deltas import DeltaReader, GradientSteps, chain_of
 from ucformat.torch.loading.load import load_state
 from ucformat.torch.loading.match import edge_of
 from ucformat.torch.loading.share import open_together
-from ucformat.torch.saving.deltas import ChangedNames
 from ucformat.torch.saving.window import Groups
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def replay(
             if "strict_step" in arguments:
                 raise UsageError("strict_step is not an argument of replay", hint="leave it out")
             options = LoadOptions.of("report", arguments)
-            deltas = None if opened.universal is None else opened.universal.manifest.deltas
+            deltas = None
+            if opened.universal is not None and opened.metadata.older:
+                deltas = opened.universal.manifest.deltas
             parts = _parts(opened) if deltas is None else _chain(opened)
             if step_fn is None and deltas is None and (parts[1:] or opened.metadata.older):
                 raise UsageError(
@@ -148,7 +150,7 @@ def _apply_deltas(
     with ranks.sharing_errors():
         apply = GradientSteps(state, options.names) if step_fn is None else step_fn
         reader = DeltaReader(state, options)
-    names: set[str] = set()
+    compared = 0
     for place in parts[1:]:
         part = ck if place == parts[-1] else open_together(place, ranks, more=True)
         with (
@@ -157,15 +159,24 @@ def _apply_deltas(
             steps = reader.read(part)
         for step, deltas in steps.items():
             apply(step, deltas)
-            names.update(deltas)
-    changed = ChangedNames(names)
-    compared = _check_repeated(
-        state, ck, ranks, options, lambda key: key.state == "weight" and changed.has(key.name)
-    )
-    leave = (*options.leave, f"*.{DELTA}.*")  # which have no place in a state
-    rest = load_state(state, ck, ranks, replace(options, own_step=True, leave=leave))
+        with ranks.sharing_errors():
+            count, differing = reader.check(part)
+            if differing:
+                raise _not_repeated(differing, part)
+        compared += count
+    own = replace(options, own_step=True, leave=(*options.leave, *_deltas_in(ck)))
+    rest = load_state(state, ck, ranks, own)
+    together = report.problems | rest.problems
     nbytes = report.nbytes + reader.nbytes + rest.nbytes
-    return replace(rest, nbytes=nbytes, seconds=report.seconds + rest.seconds), compared
+    seconds = report.seconds + rest.seconds
+    left = tuple(dict.fromkeys((*report.left, *rest.left)))
+    both = replace(rest, nbytes=nbytes, seconds=seconds, problems=together, left=left)
+    return both, compared
+
+
+def _deltas_in(ck: Checkpoint) -> list[str]:
+    """The tensors that are deltas, which have no place in a state."""
+    return [f"{escape(key.name)}.{key.state}" for key in ck.tensors if is_delta(key.state)]
 
 
 def _parts_after(whole: Checkpoint, ck: Checkpoint) -> list[str]:
@@ -341,13 +352,17 @@ def _check_repeated(
         for entries in (certificate.equal, certificate.different)
     )
     if wrong:
-        raise NotCertified(
-            f"the step before {ck.metadata.step} was not repeated as when {ck.url} was saved: "
-            f"{first_names(wrong, 5)} differ",
-            hint="a training has to repeat itself bit for bit: the same data, generators of random "
-            "numbers, deterministic algorithms, and the same parallel layout where it changes sums; deltas "
-            "have to be applied as they were, with the same optimizer and learning rates. A "
-            "training that was restarted from older tensors (strict_step=False) cannot be repeated "
-            "before its first complete window",
-        )
+        raise _not_repeated(wrong, ck)
     return len(equal)
+
+
+def _not_repeated(different: Sequence[object], ck: Checkpoint) -> NotCertified:
+    return NotCertified(
+        f"the step before {ck.metadata.step} was not repeated as when {ck.url} was saved: "
+        f"{first_names(different, 5)} differ",
+        hint="a training has to repeat itself bit for bit: the same data, generators of random "
+        "numbers, deterministic algorithms, and the same parallel layout where it changes sums; deltas "
+        "have to be applied as they were, with the same optimizer and learning rates. A "
+        "training that was restarted from older tensors (strict_step=False) cannot be repeated "
+        "before its first complete window",
+    )

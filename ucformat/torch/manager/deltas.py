@@ -42,18 +42,23 @@ class CollectedDeltas:
         full = self._options.full
         return self.whole is None or (full is not None and step - self.whole >= full)
 
-    def add(self, step: int, deltas: Mapping[str, torch.Tensor] | None) -> None:
-        """Copy the deltas of a step.
+    def add(
+        self, step: int, deltas: Mapping[str, torch.Tensor] | None, *, force: bool = False
+    ) -> None:
+        """Copy the deltas of a step; without, and if that is forced, everything is saved.
 
         Raises:
             UsageError: there are none, or the step does not follow the last one.
         """
+        if deltas is None and force:
+            self.whole, self._steps = None, {}
         if deltas is None and self.whole is None:
             return
         if deltas is None:
             raise UsageError(
                 f"step {step} has no deltas, without which no later step can be replayed",
-                hint="manager.save(step, state, deltas={name: tensor}) in each step; {} where a step applied none",
+                hint="manager.save(step, state, deltas={name: tensor}) in each step; {} where a step applied "
+                "none; or force=True, which saves everything",
             )
         last = max(self._steps, default=step - 1)
         if step not in (last, last + 1):

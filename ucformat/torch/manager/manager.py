@@ -144,6 +144,11 @@ class Manager:
                 hint="every=1, or partial=Experts(…)",
             )
         self._deltas = CollectedDeltas(partial) if isinstance(partial, Deltas) else None
+        if self._deltas is not None and increments is not None:
+            raise UsageError(
+                "deltas have a chain of their own, and increments are given, too",
+                hint="leave increments out; Deltas(max_chain=…, full=…) says when everything is saved",
+            )
         if self._deltas is not None and every is not None:
             raise UsageError(
                 f"deltas are saved in batches of steps, and every={every!r} is given, too",
@@ -242,7 +247,7 @@ class Manager:
         """
         due = self._decide(step, force=False)
         self._decided = (step, due)
-        return due
+        return due or self._deltas is not None  # which `save` collects in each step
 
     def save(
         self,
@@ -278,9 +283,7 @@ class Manager:
                 not committed.
             Conflict: a checkpoint of this step exists.
         """
-        if self._deltas is not None:
-            self._deltas.add(step, deltas)
-        if not self._is_due(step, force=force):
+        if not self._is_due(step, deltas, force=force):
             return None
         ending = self._stopping and not self._saved_for_stop
         try:
@@ -303,6 +306,7 @@ class Manager:
         first = not ranks.rank
         arguments: SaveArguments = {
             **self._arguments,
+            "deltas": cast("Any", deltas),  # which are refused, if they were not collected
             **self._choose_base(ranks, step),
             **self._launch.next_save(),
             "step": step,
@@ -476,8 +480,10 @@ class Manager:
             raise self._late()
         return group_of(self._group, self._timeout, f"Manager {self.url}")
 
-    def _is_due(self, step: int, *, force: bool) -> bool:
-        """Whether to save a step, as `should_save` has said, if it was asked."""
+    def _is_due(self, step: int, deltas: Mapping[str, torch.Tensor] | None, *, force: bool) -> bool:
+        """Whether to save a step, as `should_save` has said, if it was asked; its deltas are collected."""
+        if self._deltas is not None and (deltas is not None or step != self._last_step):
+            self._deltas.add(step, deltas, force=force)
         decided, self._decided = self._decided, None
         if decided is not None and decided[0] == step:
             return decided[1] or force

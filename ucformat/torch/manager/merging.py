@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ucformat.errors import check_keywords
+from ucformat.errors import UsageError, check_keywords
 from ucformat.format.structure import read_manifest
 from ucformat.references import open_reference
 from ucformat.storage.url import open_store
@@ -50,6 +50,8 @@ def merge_deltas(
         the report of the replay; None if the newest checkpoint of the run has no deltas, or was merged before.
     """
     check_keywords("merge_deltas", arguments, LoadArguments)
+    if open_store(run).url == open_store(into).url:
+        raise UsageError(f"{into} is the run itself", hint="merge into another folder")
     timeout, group = arguments.get("timeout", TIMEOUT), arguments.get("group")
     with group_for_call("merge_deltas", run, group, timeout) as ranks:
         newest: str = ranks.combine(None, then=lambda _: _newest(run), answer_kind=str)
@@ -88,12 +90,12 @@ def find_merged(ref: str, into: str | PathLike[str], ranks: Group) -> str | None
         ck = open_reference(ref).universal
         if ck is None or ck.manifest.deltas is None:
             return ""
-        chain = {link.manifest.id for link in chain_of(ref, ck)[1:]}
+        chain = {(link.manifest.id, link.manifest.step) for link in chain_of(ref, ck)[1:]}
         steps = list_steps(open_store(into).url).steps
         within = [s for s in steps if s.step <= (ck.manifest.step or 0)]
         for step in sorted(within, key=lambda s: s.step, reverse=True):
             edges = read_manifest(open_store(step.url))[0].lineage
-            if not chain.isdisjoint(edge.id for edge in edges):
+            if not chain.isdisjoint((edge.id, step.step) for edge in edges):
                 return step.url
         return ""
 

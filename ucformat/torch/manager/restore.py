@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from ucformat.catalog.lines import contradictions
-from ucformat.errors import IntegrityError, MissingData, NotFound, UpgradeNeeded
+from ucformat.errors import IntegrityError, MissingData, NotCertified, NotFound, UpgradeNeeded
 from ucformat.format.audit import Check, ZarrJson, block_problems, items, referenced, wrong_digests
 from ucformat.format.structure import Problem
 from ucformat.geometry.tensor import Extent, Key, Tiles, single_extents
@@ -223,7 +223,7 @@ class Restored:
     """The checkpoint that was restored, and the other checkpoints of the run.
 
     `later_steps` are the steps after it that hold a checkpoint, intact or not, and `damaged` the
-    urls of damaged ones. `whole` is the step at which all of it was saved, before deltas.
+    urls of damaged ones. `whole` is the step at which all of it was saved, before deltas, if it was.
     """
 
     step: RunStep
@@ -231,7 +231,7 @@ class Restored:
     later_steps: frozenset[int]
     damaged: frozenset[str]
     listed: RunContents
-    whole: int
+    whole: int | None
 
 
 def restore_newest(
@@ -284,7 +284,7 @@ def _restore(
     options: Mapping[str, Any],
     step_fn: Callable[..., Any] | None,
     merged: str | None,
-) -> tuple[LoadReport, int] | str:
+) -> tuple[LoadReport, int | None] | str:
     """Load a checkpoint, from other copies where some are damaged; returns why it cannot be loaded.
 
     Otherwise returns at which step all of it was saved, too.
@@ -319,6 +319,8 @@ def _restore(
             readers = report.lineage.readers
             edge = edge_of(ck, report.layout, continues=True, readers=readers)
             report = replace(report, lineage=edge)
+        if report.older:
+            return report, None  # no deltas lead from it
         return report, step.step if manifest.deltas is None else manifest.deltas.since
 
 
@@ -335,7 +337,7 @@ def _replay(
     if start is not None:
         try:
             return replay(ck, state, step_fn, start=start, **options)
-        except IntegrityError as error:  # raised on all ranks
+        except (IntegrityError, NotCertified) as error:  # raised on all ranks
             if not ranks.rank:
                 _log.warning("the merged checkpoint %s is not used: %s", start, error.message)
     return replay(ck, state, step_fn, **options)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import TYPE_CHECKING
+from zlib import crc32
 
-from ucformat.errors import UsageError
-from ucformat.schema.limits import MAX_CHAIN
-from ucformat.schema.manifest import DeltasDoc, is_delta
+from ucformat.errors import UsageError, first_names
+from ucformat.schema.limits import MAX_BATCH, MAX_CHAIN
+from ucformat.schema.manifest import DELTA, DeltasDoc, is_delta
 from ucformat.torch.comm.merging import bits_of
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.experts import HeldByRanks, rows_of_bits
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.tensors import TensorDoc
     from ucformat.torch.state.deltas import DeltaBatch
-    from ucformat.torch.state.local import LocalState
+    from ucformat.torch.state.local import LocalShard, LocalState
 
 __all__ = ["Deltas"]
+
+_CHECKED = 64  # weights of which a checkpoint has a row
 
 
 @message
@@ -56,8 +60,14 @@ class Deltas:
     def __post_init__(self) -> None:
         for name in ("batch", "full"):
             number = getattr(self, name)
-            if number is not None and number < 1:
-                raise UsageError(f"{name} must be at least 1, not {number}")
+            if number is not None and (type(number) is not int or not 1 <= number <= MAX_BATCH):
+                raise UsageError(f"{name} must be a number from 1 to {MAX_BATCH:,}, not {number!r}")
+        fixed: object = self.fixed
+        if isinstance(fixed, str):
+            raise UsageError(
+                f"fixed={self.fixed!r} is one text, not several globs",
+                hint=f"fixed=({self.fixed!r},)",
+            )
         if not 1 <= self.max_chain < MAX_CHAIN:
             raise UsageError(f"max_chain must be 1 to {MAX_CHAIN - 1}, not {self.max_chain}")
 
@@ -70,8 +80,7 @@ class Deltas:
 class DeltaSelection:
     """What of a base stands for what a delta checkpoint does not save: all that its deltas change.
 
-    Weights of at most one dim are saved all the same, if they have deltas: a replay is compared with
-    them.
+    Of some of these weights a row is saved, others in each checkpoint: a replay is compared with it.
     """
 
     def __init__(self, options: Deltas, batch: DeltaBatch, base: Manifest) -> None:
@@ -99,6 +108,40 @@ class DeltaSelection:
             after=self.base.id,
             partial=dict(batch.partial),
             sparse=dict(batch.sparse),
+            checked=self.checked,
+        )
+
+    @cached_property
+    def checked(self) -> dict[str, int]:
+        """The weights of which a row is saved, and its number."""
+        from ucformat.torch.state.deltas import row_checked  # not above: the writer has no torch
+
+        first, table = self._batch.first, self.base.tensors
+        left = {doc.name: doc for doc in table if doc.state == "weight" and self._is_left(doc.name)}
+        order = sorted(left, key=lambda name: crc32(f"{name} {first}".encode()))
+        return {name: row_checked(first, name, left[name].shape) for name in order[:_CHECKED]}
+
+    def check(self, local: LocalState) -> tuple[LocalShard, ...]:
+        """The rows of this rank that are saved.
+
+        Raises:
+            UsageError: the optimizer has parameters that the base's has not.
+        """
+        from ucformat.torch.state.deltas import checked_part
+
+        before = {name for group in self.base.groups for name in group.params}
+        new = {name for group in local.groups for name in group["params"]} - before
+        if new:
+            raise UsageError(
+                f"the optimizer has {first_names(sorted(new), 5)}, which it did not have when everything was saved",
+                hint="save everything when parameters are added: without deltas=; Manager.save with force=True",
+            )
+        state = f"{DELTA}.{self._batch.first}.check"
+        return tuple(
+            part
+            for t in local.tensors
+            if t.info.state == "weight" and t.info.name in self.checked
+            if (part := checked_part(t, self.checked[t.info.name], state)).pieces
         )
 
     def held_by(self, local: LocalState) -> HeldByRanks:
@@ -110,7 +153,7 @@ class DeltaSelection:
                 continue
             doc = table[row]
             is_alike = (doc.stored_dtype, doc.shape) == (t.info.dtype, t.info.shape)
-            if not (is_alike and self._is_left(doc.name, doc.state, len(doc.shape))):
+            if not (is_alike and self._is_left(doc.name)):
                 saved.add(row)
         return HeldByRanks(bits_of(row in saved for row in range(len(table))), b"")
 
@@ -124,10 +167,8 @@ class DeltaSelection:
             if not saved_now and not is_delta(doc.state)
         ]
 
-    def _is_left(self, name: str, state: str, dims: int) -> bool:
-        if self._changed.has(name):
-            return state != "weight" or dims > 1
-        return any(fnmatchcase(name, glob) for glob in self._fixed)
+    def _is_left(self, name: str) -> bool:
+        return self._changed.has(name) or any(fnmatchcase(name, glob) for glob in self._fixed)
 
 
 class ChangedNames:

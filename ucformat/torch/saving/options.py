@@ -220,6 +220,11 @@ class SaveOptions:
                 'partial= is not possible with form="safetensors", whose files have all weights',
                 hint='form="packed", or "zarr"',
             )
+        if self.encode and isinstance(self.partial, Deltas):
+            raise UsageError(
+                "encode= is not possible with partial=Deltas(…): what is replayed has to be exact",
+                hint="leave one of them out",
+            )
         check_encode(self.encode)
         for name in ("chunk_bytes", "shard_bytes"):
             size = getattr(self, name)

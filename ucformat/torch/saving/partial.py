@@ -135,6 +135,8 @@ def leave_parts(
         keys = {Key(doc.name, doc.state) for doc in left}
         kept = tuple(t for t in local.tensors if t.key not in keys)
         added = () if wanted.batch is None else wanted.batch.tensors
+        if isinstance(selection, DeltaSelection):
+            added += selection.check(local)
     return (
         replace(local, tensors=(*kept, *added)),
         replace(options, base=place.url),
@@ -197,7 +199,15 @@ def _agree_on_place(
             return _Place(before=before)
         base.check_depth()
         _check_step(base.manifest, wanted.step, base.url)
-        return _Place(base.url, base.manifest.id, _goes_on(base.manifest, metadata), before)
+        goes_on = _goes_on(base.manifest, metadata)
+        is_loaded = base.manifest.id in {edge.id for edge in metadata.lineage}
+        if wanted.batch is not None and not goes_on and not is_loaded:
+            raise UsageError(
+                f"{base.url} is not of this training, or that was restarted since, so deltas do not lead from it",
+                hint="base= the checkpoint of the step before, and lineage=[report.lineage] of the load; or save "
+                "everything, without deltas=",
+            )
+        return _Place(base.url, base.manifest.id, goes_on, before)
 
     lineage = [edge.id or edge.url for edge in metadata.lineage]
     text = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ucformat.errors import UnsupportedError, UsageError, first_names
+from ucformat.geometry.box import Box, row_major
+from ucformat.geometry.tensor import Piece, TensorInfo
 from ucformat.schema.manifest import DELTA, SparseDeltaDoc
+from ucformat.torch.state.fingerprint import piece_in
 from ucformat.torch.state.local import LocalShard, local_of
 from ucformat.torch.state.sharded import is_dtensor
 
@@ -83,7 +87,8 @@ def stack_deltas(deltas: Mapping[int, Mapping[str, torch.Tensor]], step: int | N
     Raises:
         UsageError: the steps do not follow each other, or a delta has different shapes.
     """
-    steps = sorted(deltas)
+    is_by_step = isinstance(deltas, Mapping) and all(type(n) is int for n in deltas)
+    steps = sorted(deltas) if is_by_step else []
     if not steps or steps != list(range(steps[0], steps[-1] + 1)) or steps[-1] != step:
         raise UsageError(
             f"the deltas are of steps {first_names(map(str, steps), 5) or 'none'}, and the checkpoint of step {step}",
@@ -100,6 +105,11 @@ def stack_deltas(deltas: Mapping[int, Mapping[str, torch.Tensor]], step: int | N
         parts = [deltas[number][name] for number in present]
         if len(present) < len(steps):
             partial[name] = tuple(present)
+        if len({p.data_ptr() for p in parts if _has_memory(p)}) < sum(map(_has_memory, parts)):
+            raise UsageError(
+                f"the deltas {name} of several steps are one tensor, which has only what the last of them applied",
+                hint="keep a copy of each step's: delta.clone()",
+            )
         first = parts[0]
         kinds = {(p.layout, p.dtype, tuple(p.shape), is_dtensor(p)) for p in parts}
         if len(kinds) > 1:
@@ -117,6 +127,10 @@ def stack_deltas(deltas: Mapping[int, Mapping[str, torch.Tensor]], step: int | N
         else:
             tensors.append(local_of(name, state, torch.stack(parts)))
     return DeltaBatch(tuple(tensors), steps[0], steps[-1], partial, sparse)
+
+
+def _has_memory(delta: torch.Tensor) -> bool:
+    return delta.layout == torch.strided and not is_dtensor(delta) and delta.numel() > 0
 
 
 def _join_sparse(
@@ -157,3 +171,30 @@ def _stack_dtensors(name: str, parts: Sequence[Any]) -> torch.Tensor:
     return DTensor.from_local(
         local, first.device_mesh, moved, run_check=False, shape=shape, stride=stride
     )
+
+
+def row_checked(first: int, name: str, shape: Sequence[int]) -> int:
+    """The number of the row of a weight that is checked in the checkpoint of the deltas that begin with a step."""
+    return zlib.crc32(f"{first} {name}".encode()) % max(1, shape[0] if len(shape) > 1 else 1)
+
+
+def checked_part(weight: LocalShard, row: int, state: str) -> LocalShard:
+    """A row of a weight, or all of one of at most one dim, as far as this rank has it: a tensor of its own."""
+    shape = weight.info.shape
+    rows = Box.whole(shape)
+    if len(shape) > 1:
+        rows = Box((row, *rows.start[1:]), (1, *rows.shape[1:]))
+    pieces, parts, at = list[Piece](), list[torch.Tensor](), 0
+    for piece in weight.pieces:
+        box = piece.box.intersect(rows)
+        if box is None:
+            continue
+        within = zip(box.start, piece.box.start, piece.strides, strict=True)
+        offset = piece.offset + sum((a - b) * stride for a, b, stride in within)
+        parts.append(piece_in(weight.tensor, Piece(box, offset, piece.strides)).reshape(-1))
+        start = box.start if len(shape) < 2 else (0, *box.start[1:])
+        pieces.append(Piece(Box(start, box.shape), at, row_major(box.shape)))
+        at += box.size
+    memory = torch.cat(parts) if parts else weight.tensor.new_empty(0)
+    info = TensorInfo(weight.info.name, state, weight.info.dtype, rows.shape)
+    return LocalShard(info, tuple(pieces), memory)
