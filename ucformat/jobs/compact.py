@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from ucformat.checkpoint import Checkpoint
 from ucformat.errors import UnsupportedError, UsageError, check_choice, check_keywords
 from ucformat.format.commit import settle
+from ucformat.jobs.increments import refuse_deltas
 from ucformat.jobs.materialize import Form, materialize, own_store, rewrite
 from ucformat.jobs.patch import Patch
 from ucformat.jobs.shards import WriteOptions
@@ -64,11 +65,7 @@ def compact(
     if is_compact(source, dst, fold=fold, codec=codec):
         settle(own_store(source))
         return source
-    if source.universal is not None and source.universal.manifest.deltas is not None:
-        raise UsageError(
-            f"{source.url} has deltas, which are applied to the checkpoint that it is based on",
-            hint="replay it, and save everything",
-        )
+    refuse_deltas(source)
     job_arguments: dict[str, Any] = dict(arguments)
     if fold:
         overwrite = job_arguments.pop("overwrite", False)

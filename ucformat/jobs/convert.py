@@ -30,7 +30,7 @@ from ucformat.format.universal import Universal, group_docs, marked, paths_of
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.compare import spread_of
 from ucformat.jobs.finished import discard_finished
-from ucformat.jobs.increments import NO_REFERENCES, References, find_references
+from ucformat.jobs.increments import NO_REFERENCES, References, find_references, refuse_deltas
 from ucformat.jobs.inputs import Input, joined
 from ucformat.jobs.record import expect_commit, lineage_from, record_commits, step_in_name
 from ucformat.jobs.run import workers_for
@@ -414,6 +414,8 @@ def _check_weights(
 def chosen(source: Checkpoint, states: Sequence[str] | None) -> list[TensorInfo]:
     """The tensors of the chosen states; of all if there is no choice."""
     source.check_readable(states)
+    if states is None:
+        refuse_deltas(source)
     infos = [i for i in source.tensors.values() if states is None or i.state in states]
     unknown = set(states or ()) - {i.state for i in infos}
     if unknown:

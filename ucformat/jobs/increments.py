@@ -322,6 +322,15 @@ def find_references(
     return opened.referenced(comparison.equal, comparison.different if patch else ())
 
 
+def refuse_deltas(source: Checkpoint) -> None:
+    """Raise UsageError for a checkpoint with deltas, whose content means nothing without its bases."""
+    if source.universal is not None and source.universal.manifest.deltas is not None:
+        raise UsageError(
+            f"{source.url} has deltas, which are applied to the checkpoint that it is based on",
+            hint="ucformat.torch.replay it, and save everything; `ucp copy --with-bases` copies it with that",
+        )
+
+
 def open_base(base: str | PathLike[str] | Checkpoint, home: str) -> Base:
     """Open a checkpoint on which one at `home` is about to be based."""
     opened = Base(base if isinstance(base, Checkpoint) else open_reference(base), home)

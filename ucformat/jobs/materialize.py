@@ -32,6 +32,7 @@ from ucformat.format.universal import Universal
 from ucformat.geometry.tensor import Key
 from ucformat.jobs.convert import write
 from ucformat.jobs.finished import discard_finished
+from ucformat.jobs.increments import refuse_deltas
 from ucformat.jobs.run import run as run_tasks
 from ucformat.jobs.shards import ShardJob, WriteOptions, plan_document
 from ucformat.jobs.where import CheckedArguments, Where
@@ -101,6 +102,7 @@ def materialize(
     """
     check_keywords("materialize", arguments, CheckedArguments)
     source = src if isinstance(src, Checkpoint) else open_reference(src)
+    refuse_deltas(source)
     job_arguments: dict[str, Any] = dict(arguments)
     where = Where.parse(job_arguments.pop("on", "threads"))
     options = WriteOptions(

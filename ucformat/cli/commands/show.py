@@ -591,7 +591,8 @@ def _storage(s: Mapping[str, Any], width: int | None) -> Iterator[str]:
         yield from field("base", f"{amount} in {base['url']}, {base['id']}{patches}", width)
     if s["bases"]:
         own = s["total"]["bytes"] - sum(base["bytes"] for base in s["bases"])
-        yield from field("own", f"{bytes_text(own)}; `ucp compact` makes it whole", width)
+        hint = "" if s["deltas"] else "; `ucp compact` makes it whole"
+        yield from field("own", f"{bytes_text(own)}{hint}", width)
     if s["encoded"]:
         sizes = [bytes_text(s["encoded"][k]) for k in ("bytes", "stored")]
         codecs = ", ".join(s["encoded"]["codecs"])

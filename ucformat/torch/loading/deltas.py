@@ -227,7 +227,8 @@ def gradients(
     """Return the gradients of the parameters of a state's optimizers, by the names that checkpoints have.
 
     They are those that optimizers apply if this is called before their `step`, after gradients were
-    reduced, unscaled, compressed and clipped. `save(deltas={step: gradients(state)})` saves them.
+    reduced, unscaled, compressed and clipped. They are the gradients themselves, which the next step
+    changes: `Manager` copies them, and for `save` keep a `clone()` of each.
 
     Args:
         state: as for `save`.

@@ -54,8 +54,8 @@ def replay(
     """Fill a training state with the exact one of a checkpoint that has older tensors; all ranks call this together.
 
     Of a chain of deltas, the checkpoint that has everything is loaded, and then the deltas of each
-    step are applied, read batch by batch, by each rank as far as its layout needs them. The weights
-    of at most one dim, which each delta checkpoint has, are compared with what comes out.
+    step are applied, read batch by batch, dense ones by each rank as far as its layout needs them.
+    After each batch the rows of weights that its checkpoint has are compared with what comes out.
 
     Of windows, the checkpoints of the newest complete window are loaded in turn over the state, each as far as it
     has tensors of its own step, and the steps between them, and after the last one up to `ref`, are
