@@ -117,7 +117,7 @@ def main() -> None:
 def costs() -> str:
     cases = [
         Case("none"),
-        *(Case(f"deltas-{n}", partial=Deltas(batch=n), keep=2) for n in (1, 4, 8, 16)),
+        *(Case(f"deltas-{n}", partial=Deltas(batch=n), keep=2) for n in (1, 8, 16)),
         Case("whole", every=1, keep=2),
     ]
     for case in cases:

@@ -1,7 +1,7 @@
 """Recovery from the memory of nodes, against a disk and S3.
 
 `python -m bench.tiers [MIB] [ROUNDS]`. Two ranks stand for two nodes of one machine. Each restores its half of a
-state of MIB (1,024) in fresh processes: from its own node's memory, from the other node's over the connections
+state of MIB (2,048) in fresh processes: from its own node's memory, from the other node's over the connections
 between ranks, from a disk (cold), and from moto's S3 server. Beside it, what moves as many bytes and nothing else:
 a copy in memory, and a file that one process sends and another one receives. The speed for the bytes that move is
 that between an eighth of the state and all of it, which leaves out what a restore takes whatever its size. And the
@@ -33,7 +33,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "u
 
 def main() -> None:
     arguments = [int(a) for a in sys.argv[1:]]
-    mib, rounds = (*arguments, *(1024, 5)[len(arguments) :])
+    mib, rounds = (*arguments, *(2048, 3)[len(arguments) :])
     os.environ.update(KEYS)
     all_seconds, part_seconds = measured(mib, rounds), measured(mib // 8, rounds)
     middle = {name: median(found) for name, found in all_seconds.items()}
