@@ -149,7 +149,7 @@ def trained(folder: Path, *, steps: int) -> dict[int, State]:
 def killed(folder: Path, *, seed: int, layout: str = "plain", steps: int = 400) -> Any:
     """Restore, and train on, until this rank is killed at some instant; what was restored."""
     chance = random.Random(seed)
-    training = Training(layout, seed=seed)
+    training = Training(layout)
     partial = Deltas(batch=chance.randint(1, 4), full=chance.randint(5, 30))
     given: Any = {"form": "packed", "partial": partial, "asynchronous": chance.random() < 0.7}
     with Manager(folder / "run", **given) as manager:

@@ -65,8 +65,8 @@ def test_a_replay_is_exact_under_each_layout(
 ) -> None:
     given = {"layout": source[0], "steps": 17, "batch": 5, "form": form}
     truth = PROGRAM.run("saved", source[1], tmp_path, **given)[0]
-    # tensor-parallel layers add up in another order
-    further = 0 if "tp" in (source[0], target[0]) else 2
+    # tensor-parallel layers add up in another order, and the mean of three equal gradients is rounded
+    further = 0 if "tp" in (source[0], target[0]) or target[1] == 3 else 2
     asked: dict[str, Any] = {"layout": target[0], "steps": [2, 7, 17], "further": further}
     for outcome in PROGRAM.run("replayed", target[1], tmp_path, **asked):
         for step, (positive, at, kind, having) in outcome.items():
