@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ucformat.jobs.increments import Base
     from ucformat.schema.manifest import Manifest
     from ucformat.schema.tensors import TensorDoc
-    from ucformat.torch.state.local import LocalState
+    from ucformat.torch.state.local import LocalShard, LocalState
 
 __all__ = ["Experts"]
 
@@ -103,14 +103,6 @@ class NamesPlaces(Protocol):
         """What it belongs to; None if that is nothing."""
 
 
-class ChoosesExperts(Protocol):
-    """What a choice of tensors depends on."""
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether it depends on counts of tokens."""
-
-
 class Place(NamedTuple):
     """An expert: the layer as names have it, and its number in the layer."""
 
@@ -178,6 +170,16 @@ class PartialSave:
     deltas: DeltasDoc | None = None
 
 
+class Left(NamedTuple):
+    """The tensors of a base that stand for those that are not saved, what the checkpoint records, and more to save."""
+
+    tensors: Sequence[TensorDoc]
+    record: ExpertsDoc | None = None
+    window: WindowDoc | None = None
+    deltas: DeltasDoc | None = None
+    added: tuple[LocalShard, ...] = ()
+
+
 def left_tensors(base: Base, partial: PartialSave | None) -> list[TensorDoc]:
     """The tensors of a base that stand for those that are not saved.
 
@@ -211,7 +213,7 @@ class RecordBefore:
     resumed: bool = False
 
 
-def counts_of(experts: ChoosesExperts, tokens: Any) -> dict[str, list[int]]:
+def counts_of(experts: Experts, tokens: Any) -> dict[str, list[int]]:
     if tokens is None:
         if experts.needs_tokens:
             raise UsageError(

@@ -22,6 +22,7 @@ from ucformat.torch.saving.experts import (
     ExpertNames,
     Experts,
     HeldByRanks,
+    Left,
     PartialSave,
     RecordBefore,
     Selection,
@@ -34,18 +35,15 @@ from ucformat.torch.saving.experts import (
 from ucformat.torch.saving.window import Groups, Window, WindowSelection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ucformat.jobs.increments import Base
-    from ucformat.schema.manifest import DeltasDoc, ExpertsDoc, Manifest, WindowDoc
-    from ucformat.schema.tensors import TensorDoc
+    from ucformat.schema.manifest import Manifest
     from ucformat.torch.comm.group import Group
     from ucformat.torch.saving.manifest import SaveMetadata
     from ucformat.torch.saving.options import SaveArguments, SaveOptions
     from ucformat.torch.state.deltas import DeltaBatch
     from ucformat.torch.state.local import LocalState
-
-    _Selection = Selection | WindowSelection | DeltaSelection
 
 
 _log = logging.getLogger("ucformat")
@@ -123,22 +121,24 @@ def leave_parts(
         assert base.universal is not None  # noqa: S101 - rank 0 has opened it as a base
         if base.universal.manifest.id != place.id:
             raise Conflict(f"{place.url} was replaced while a part of it was chosen")
-        selection = _selection(wanted, base.universal.manifest, place)
-        own = selection.held_by(local)
+        base_manifest = base.universal.manifest
+        held_by, leave = _choice(wanted, base_manifest, place, local)
+        own = held_by(local)
 
     def both(a: HeldByRanks, b: HeldByRanks) -> HeldByRanks:
         return HeldByRanks(either(a.tensors, b.tensors), either(a.others, b.others))
 
     held: HeldByRanks = ranks.combine(own, both, HeldByRanks, lambda every: every, HeldByRanks)
     with ranks.sharing_errors():
-        left, taken = _take(selection, wanted, held, place)
-        keys = {Key(doc.name, doc.state) for doc in left}
+        left = leave(held)
+        keys = {Key(doc.name, doc.state) for doc in left.tensors}
         kept = tuple(t for t in local.tensors if t.key not in keys)
-        added = () if wanted.batch is None else wanted.batch.tensors
-        if isinstance(selection, DeltaSelection):
-            added += selection.check(local)
+        taken = PartialSave(
+            *(base_manifest.id, base_manifest.attempt, bits_of_docs(base_manifest, left.tensors)),
+            *(left.record, left.window, left.deltas),
+        )
     return (
-        replace(local, tensors=(*kept, *added)),
+        replace(local, tensors=(*kept, *left.added)),
         replace(options, base=place.url),
         replace(metadata, partial=taken),
     )
@@ -157,7 +157,7 @@ def _wanted(
             )
     if partial is None:
         return None
-    counts = counts_of(partial, arguments.get("tokens"))
+    counts = counts_of(partial, arguments.get("tokens")) if isinstance(partial, Experts) else {}
     names: ExpertNames | Groups | None = None
     batch: DeltaBatch | None = None
     if not isinstance(partial, Deltas):
@@ -219,35 +219,27 @@ def _agree_on_place(
     return place
 
 
-def _selection(wanted: _Wanted, base: Manifest, place: _Place) -> _Selection:
-    """What chooses the tensors of the base that stand for others."""
-    partial, names = wanted.partial, wanted.names
+def _choice(
+    wanted: _Wanted, base: Manifest, place: _Place, local: LocalState
+) -> tuple[Callable[[LocalState], HeldByRanks], Callable[[HeldByRanks], Left]]:
+    """What tells what a rank has of the base, and what then chooses the tensors of it that stand for others."""
+    partial, names, batch = wanted.partial, wanted.names, wanted.batch
     if isinstance(partial, Window) and isinstance(names, Groups):
-        return WindowSelection(partial, names, base, wanted.step, goes_on=place.goes_on)
-    if isinstance(partial, Deltas) and wanted.batch is not None:
-        return DeltaSelection(partial, wanted.batch, base)
-    assert isinstance(names, ExpertNames)  # noqa: S101 - the rest
-    return Selection(names, base)
-
-
-def _take(
-    selection: _Selection, wanted: _Wanted, held: HeldByRanks, place: _Place
-) -> tuple[list[TensorDoc], PartialSave]:
-    """The tensors of the base that stand for others, and what the checkpoint records."""
-    record: ExpertsDoc | None = None
-    window: WindowDoc | None = None
-    deltas: DeltasDoc | None = None
-    if isinstance(selection, WindowSelection):
-        left, window = selection.leave(held), selection.document
-    elif isinstance(selection, DeltaSelection):
-        left, deltas = selection.leave(held), selection.document
-    else:
-        assert isinstance(wanted.partial, Experts)  # noqa: S101 - the rest
-        left, record = selection.leave(wanted.partial, held, wanted.counts, place.before)
-    base = selection.base
-    assert base is not None  # noqa: S101 - there is a place
-    bits = bits_of_docs(base, left)
-    return left, PartialSave(base.id, base.attempt, bits, record, window, deltas)
+        window = WindowSelection(partial, names, base, wanted.step, goes_on=place.goes_on)
+        return window.held_by, lambda held: Left(window.leave(held), window=window.document)
+    if isinstance(partial, Deltas) and batch is not None:
+        deltas = DeltaSelection(partial, batch, base)
+        return deltas.held_by, lambda held: Left(
+            deltas.leave(held),
+            deltas=deltas.document,
+            added=(*batch.tensors, *deltas.check(local)),
+        )
+    assert isinstance(partial, Experts)  # noqa: S101 - the rest
+    assert isinstance(names, ExpertNames)  # noqa: S101 - those of experts
+    chosen = Selection(names, base)
+    return chosen.held_by, lambda held: Left(
+        *chosen.leave(partial, held, wanted.counts, place.before)
+    )
 
 
 def check_partial(options: SaveOptions, metadata: SaveMetadata) -> None:

@@ -63,11 +63,6 @@ class Window:
         if self.groups and len(self.groups) != self.steps:
             raise UsageError(f"{len(self.groups)} groups in a window of {self.steps} checkpoints")
 
-    @property
-    def needs_tokens(self) -> bool:
-        """No: groups do not depend on counts of tokens."""
-        return False
-
     def document(self, at: int) -> WindowDoc:
         """What the checkpoint at a place in a window records."""
         return WindowDoc(
