@@ -309,6 +309,11 @@ class Piece:
     strides: tuple[int, ...]
     buffer: str | None = None
 
+    def part(self, box: Box) -> Piece:
+        """The part of it that is a box within its own."""
+        within = tuple(a - b for a, b in zip(box.start, self.box.start, strict=True))
+        return Piece(box, self.offset + offset_of(within, self.strides), self.strides, self.buffer)
+
 
 def cut_piece(piece: Piece, start: int, stop: int) -> Iterator[Piece]:
     """The parts of a piece that lie in a range of its buffer: few, if its strides are nested as in arrays.

@@ -264,11 +264,16 @@ class DeltasDoc(_ManifestPart):
     @property
     def state(self) -> str:
         """The state of its tensors; of `sparse` ones `.indices` and `.values` follow."""
-        return f"{DELTA}.{self.first}"
+        return delta_state(self.first)
 
     def steps(self, name: str) -> Sequence[int]:
         """The steps for which a name has deltas."""
         return self.partial.get(name) or range(self.first, self.last + 1)
+
+
+def delta_state(first: int) -> str:
+    """The state of the deltas that begin with a step."""
+    return f"{DELTA}.{first}"
 
 
 def is_delta(state: str) -> bool:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ucformat.torch.capturing.capture import CapturedLayout, capture
     from ucformat.torch.certificate import Certificate, CertificateEntry
     from ucformat.torch.loading.certify import certify
-    from ucformat.torch.loading.deltas import gradients
     from ucformat.torch.loading.load import LoadReport, load, state_dict
     from ucformat.torch.loading.load_into import LoadedKeys, load_into
     from ucformat.torch.loading.match import Problems
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from ucformat.torch.saving.save import Saved, save
     from ucformat.torch.saving.window import Window
     from ucformat.torch.state.changed import ChangedRows
+    from ucformat.torch.state.deltas import gradients
     from ucformat.torch.state.fingerprint import fingerprint
     from ucformat.torch.state.loaders import deal_evenly
     from ucformat.torch.state.objects import PerRank, Rng, StateParts
@@ -113,7 +113,7 @@ _HOMES = {
     "certify": "ucformat.torch.loading.certify",
     "deal_evenly": "ucformat.torch.state.loaders",
     "fingerprint": "ucformat.torch.state.fingerprint",
-    "gradients": "ucformat.torch.loading.deltas",
+    "gradients": "ucformat.torch.state.deltas",
     "load": "ucformat.torch.loading.load",
     "load_into": "ucformat.torch.loading.load_into",
     "merge_deltas": "ucformat.torch.manager.merging",

@@ -83,7 +83,7 @@ class LoadOptions:
     """How a rank loads: arguments of `load`.
 
     `complete` refuses, before anything is changed, what the state has no place for. `own_step` leaves
-    what is older than the checkpoint as it is in the state.
+    what is older than the checkpoint as it is in the state, and deltas, which lead there.
     """
 
     strict: Strict = "report"

@@ -19,19 +19,20 @@ from ucformat.schema.limits import MAX_CHAIN
 from ucformat.schema.manifest import is_delta
 from ucformat.torch.loading.match import Matched
 from ucformat.torch.loading.read import read
-from ucformat.torch.state.collect import collect
-from ucformat.torch.state.deltas import checked_part
+from ucformat.torch.state.collect import collect, same_bits
+from ucformat.torch.state.deltas import checked_part, optimized_parameters
 from ucformat.torch.state.local import LocalShard, local_of
 from ucformat.torch.state.memory import dtype_name, torch_dtype
 from ucformat.torch.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ucformat.checkpoint import Checkpoint
     from ucformat.format.bases import BaseCheckpoint
     from ucformat.geometry.tensor import TensorInfo
-    from ucformat.schema.manifest import Manifest
+    from ucformat.schema.manifest import DeltasDoc, Manifest
     from ucformat.torch.loading.arguments import LoadOptions
-    from ucformat.torch.state.collect import CollectedState
 
 
 #: What wants closures, sparse gradients or metrics.
@@ -69,6 +70,25 @@ def chain_of(place: str, ck: BaseCheckpoint) -> list[ChainLink]:
     return chain[::-1]
 
 
+def number_in(chain: Sequence[ChainLink], merged: Manifest) -> int | None:
+    """The number of the checkpoint of a chain that has been merged, or is itself, a whole one; None if none has."""
+    ids = {merged.id, *(edge.id for edge in merged.lineage)}
+    return next(
+        (
+            number
+            for number, link in enumerate(chain)
+            if link.manifest.id in ids and link.manifest.step == merged.step
+        ),
+        None,
+    )
+
+
+def _deltas_of(ck: Checkpoint) -> DeltasDoc:
+    deltas = None if ck.universal is None else ck.universal.manifest.deltas
+    assert deltas is not None  # noqa: S101 - it is one of a chain
+    return deltas
+
+
 class DeltaReader:
     """Reads the deltas of checkpoints.
 
@@ -94,8 +114,7 @@ class DeltaReader:
 
     def read(self, ck: Checkpoint) -> dict[int, dict[str, torch.Tensor]]:
         """What each step of a checkpoint of deltas applied, by name."""
-        deltas = None if ck.universal is None else ck.universal.manifest.deltas
-        assert deltas is not None  # noqa: S101 - it is one of a chain
+        deltas = _deltas_of(ck)
         targets: list[Matched] = []
         made: dict[int, dict[str, torch.Tensor]] = {
             step: {} for step in range(deltas.first, deltas.last + 1)
@@ -137,8 +156,7 @@ class DeltaReader:
 
     def check(self, ck: Checkpoint) -> tuple[int, list[str]]:
         """How many weights a checkpoint has rows of, and which have others now, as far as this rank has them."""
-        deltas = None if ck.universal is None else ck.universal.manifest.deltas
-        assert deltas is not None  # noqa: S101 - it is one of a chain
+        deltas = _deltas_of(ck)
         live, stored = list[LocalShard](), list[Matched]()
         for name, row in deltas.checked.items():
             info = ck.tensors.get(Key(name, f"{deltas.state}.check"))
@@ -153,7 +171,7 @@ class DeltaReader:
         differing = [
             part.info.name
             for part, m in zip(live, stored, strict=True)
-            if not _same_bits(part.tensor.cpu(), m.target.tensor)
+            if not same_bits(part.tensor.cpu(), m.target.tensor)
         ]
         return len(live), differing
 
@@ -186,7 +204,7 @@ class GradientSteps:
 
     def __init__(self, state: Mapping[str, Any], names: Mapping[str, int] | None = None) -> None:
         collected = collect(state, names or {})
-        self._parameters = _optimized(collected)
+        self._parameters = optimized_parameters(collected)
         self._optimizers = [o.optimizer for live in collected.optimizers.values() for o in live]
         schedulers = (s for s in _values(state) if isinstance(s, LRScheduler))
         self._schedulers = [*{id(s): s for s in schedulers}.values()]
@@ -219,37 +237,6 @@ class GradientSteps:
             optimizer.zero_grad()
         for scheduler in self._schedulers:
             scheduler.step()
-
-
-def gradients(
-    state: Mapping[str, Any], names: Mapping[str, int] | None = None
-) -> dict[str, torch.Tensor]:
-    """Return the gradients of the parameters of a state's optimizers, by the names that checkpoints have.
-
-    They are those that optimizers apply if this is called before their `step`, after gradients were
-    reduced, unscaled, compressed and clipped. They are the gradients themselves, which the next step
-    changes: `Manager` copies them, and for `save` keep a `clone()` of each.
-
-    Args:
-        state: as for `save`.
-        names: as for `save`.
-    """
-    optimized = _optimized(collect(state, names or {}))
-    return {name: p.grad for name, p in optimized.items() if p.grad is not None}
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
-
-
-def _optimized(collected: CollectedState) -> dict[str, torch.Tensor]:
-    """The parameters of optimizers, by their names in checkpoints."""
-    return {
-        collected.prefixes.get(path, "") + name: parameter
-        for path, optimizers in collected.optimizers.items()
-        for optimizer in optimizers
-        for name, parameter in optimizer.params.items()
-    }
 
 
 def _as_gradient(name: str, delta: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

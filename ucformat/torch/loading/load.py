@@ -27,7 +27,7 @@ from ucformat.reading.plan import check_verify
 from ucformat.reading.rank import LOAD_INVALID
 from ucformat.reading.readable import TRACKERS, check_exact
 from ucformat.references import open_reference
-from ucformat.schema.manifest import ReaderDoc
+from ucformat.schema.manifest import ReaderDoc, is_delta
 from ucformat.storage.cache.scope import consistent
 from ucformat.storage.concurrency import gc_paused
 from ucformat.storage.error_mapping import retries
@@ -290,6 +290,8 @@ def load_local(
         key: label
         for key, label in zip(lacking_keys, labels_of(lacking_keys, names), strict=True)
         if not (options.leave and is_named(ck, key, label, options.leave))
+        # which have no place in a state
+        and not (options.own_step and is_delta(key.state))
     }
     reachable = set(names.values())  # not what another tensor has been renamed to
     left_labels = [

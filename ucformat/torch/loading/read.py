@@ -279,11 +279,7 @@ def parts_of(ck: Checkpoint, m: Matched) -> Iterator[Matched]:
 
 def part_of(m: Matched, piece: Piece, box: Box) -> Matched:
     """Return the part of a target that is a box in one of its pieces."""
-    start = sum(
-        (a - b) * s for a, b, s in zip(box.start, piece.box.start, piece.strides, strict=True)
-    )
-    part = Piece(box, piece.offset + start, piece.strides)
-    return Matched(replace(m.target, pieces=(part,)), m.stored)
+    return Matched(replace(m.target, pieces=(piece.part(box),)), m.stored)
 
 
 def _cut(ck: Checkpoint, stored: TensorInfo, piece: Piece) -> Iterator[Box]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from glob import escape
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from ucformat.errors import (
@@ -16,11 +15,10 @@ from ucformat.errors import (
     first_names,
 )
 from ucformat.geometry.tensor import Key
-from ucformat.schema.manifest import is_delta
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadArguments, LoadOptions
 from ucformat.torch.loading.certify import certify_state
-from ucformat.torch.loading.deltas import DeltaReader, GradientSteps, chain_of
+from ucformat.torch.loading.deltas import DeltaReader, GradientSteps, chain_of, number_in
 from ucformat.torch.loading.load import load_state
 from ucformat.torch.loading.match import edge_of
 from ucformat.torch.loading.share import open_together
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from ucformat.format.bases import BaseCheckpoint
     from ucformat.schema.manifest import Manifest
     from ucformat.torch.comm.group import Group
+    from ucformat.torch.loading.deltas import ChainLink
     from ucformat.torch.loading.load import LoadReport
 
 __all__ = ["replay"]
@@ -94,11 +93,9 @@ def replay(
             if "strict_step" in arguments:
                 raise UsageError("strict_step is not an argument of replay", hint="leave it out")
             options = LoadOptions.of("report", arguments)
-            deltas = None
-            if opened.universal is not None and opened.metadata.older:
-                deltas = opened.universal.manifest.deltas
-            parts = _parts(opened) if deltas is None else _chain(opened)
-            if step_fn is None and deltas is None and (parts[1:] or opened.metadata.older):
+            chain = _chain(opened)
+            parts = [link.place for link in chain] or _parts(opened)
+            if step_fn is None and not chain and (parts[1:] or opened.metadata.older):
                 raise UsageError(
                     f"{opened.url} is of a window, whose steps have to be trained again",
                     hint="replay(ref, state, step_fn), where step_fn(step) trains a step",
@@ -106,15 +103,16 @@ def replay(
         whole = open_together(parts[0] if start is None else start, ranks, more=True)
         with ranks.sharing_errors():
             if start is not None:
-                parts = _parts_after(whole, opened)
+                parts = _parts_after(whole, chain, opened)
         report = load_state(state, whole, ranks, replace(options, strict_step=False))
-        if deltas is not None:
+        compared: int | None
+        if chain:
             report, compared = _apply_deltas(state, opened, parts, step_fn, ranks, options, report)
         else:
             report, compared = _train_again(state, opened, parts, step_fn, ranks, options, report)
         if options.certify:
             _check_repeated(state, opened, ranks, options)
-    if not compared and not ranks.rank:
+    if compared == 0 and not ranks.rank:
         _log.warning(
             "nothing that %s has tells whether the steps before it were repeated: all that they change is "
             "of earlier steps there",
@@ -153,9 +151,8 @@ def _apply_deltas(
     compared = 0
     for place in parts[1:]:
         part = ck if place == parts[-1] else open_together(place, ranks, more=True)
-        with (
-            ranks.sharing_errors()
-        ):  # a rank that cannot read must not leave others alone in a step
+        # a rank that cannot read must not leave others alone in a step
+        with ranks.sharing_errors():
             steps = reader.read(part)
         for step, deltas in steps.items():
             apply(step, deltas)
@@ -164,43 +161,39 @@ def _apply_deltas(
             if differing:
                 raise _not_repeated(differing, part)
         compared += count
-    own = replace(options, own_step=True, leave=(*options.leave, *_deltas_in(ck)))
-    rest = load_state(state, ck, ranks, own)
-    together = report.problems | rest.problems
-    nbytes = report.nbytes + reader.nbytes + rest.nbytes
-    seconds = report.seconds + rest.seconds
-    left = tuple(dict.fromkeys((*report.left, *rest.left)))
-    both = replace(rest, nbytes=nbytes, seconds=seconds, problems=together, left=left)
+    rest = load_state(state, ck, ranks, replace(options, own_step=True))
+    both = replace(
+        rest,
+        nbytes=report.nbytes + reader.nbytes + rest.nbytes,
+        seconds=report.seconds + rest.seconds,
+        problems=report.problems | rest.problems,
+        left=tuple(dict.fromkeys((*report.left, *rest.left))),
+    )
     return both, compared
 
 
-def _deltas_in(ck: Checkpoint) -> list[str]:
-    """The tensors that are deltas, which have no place in a state."""
-    return [f"{escape(key.name)}.{key.state}" for key in ck.tensors if is_delta(key.state)]
-
-
-def _parts_after(whole: Checkpoint, ck: Checkpoint) -> list[str]:
+def _parts_after(whole: Checkpoint, chain: Sequence[ChainLink], ck: Checkpoint) -> list[str]:
     """The place of a whole checkpoint to which a part of a chain of deltas leads, and those of the rest of the chain.
 
     Raises:
         UsageError: it is no such checkpoint.
     """
-    if ck.metadata.older and whole.universal is not None and not whole.metadata.older:
-        chain = chain_of(_place(ck), cast("BaseCheckpoint", ck.universal))
-        manifest = whole.universal.manifest
-        ids = {manifest.id, *(edge.id for edge in manifest.lineage)}
-        for number, link in enumerate(chain):
-            if link.manifest.id in ids and link.manifest.step == manifest.step:
-                return [_place(whole), *(later.place for later in chain[number + 1 :])]
-    raise UsageError(
-        f"{whole.url} is no whole checkpoint to which deltas of {ck.url} lead",
-        hint="one that merge_deltas has made of this run; or leave start out",
-    )
+    number = None
+    if whole.universal is not None and not whole.metadata.older:
+        number = number_in(chain, whole.universal.manifest)
+    if number is None:
+        raise UsageError(
+            f"{whole.url} is no whole checkpoint to which deltas of {ck.url} lead",
+            hint="one that merge_deltas has made of this run; or leave start out",
+        )
+    return [_place(whole), *(link.place for link in chain[number + 1 :])]
 
 
-def _chain(ck: Checkpoint) -> list[str]:
-    """The places of the checkpoints of a chain of deltas, in order."""
-    return [link.place for link in chain_of(_place(ck), cast("BaseCheckpoint", ck.universal))]
+def _chain(ck: Checkpoint) -> list[ChainLink]:
+    """The checkpoints of a chain of deltas, in order; none if nothing has to be replayed by deltas."""
+    if ck.universal is None or not ck.metadata.older or ck.universal.manifest.deltas is None:
+        return []
+    return chain_of(_place(ck), cast("BaseCheckpoint", ck.universal))
 
 
 def _place(ck: Checkpoint) -> str:
@@ -215,14 +208,14 @@ def _train_again(
     ranks: Group,
     options: LoadOptions,
     report: LoadReport,
-) -> tuple[LoadReport, int]:
+) -> tuple[LoadReport, int | None]:
     """Load the other checkpoints of a window over its first, with a step before each, and train up to the end.
 
-    Returns how many tensors were compared; 1 if no step was trained.
+    Returns how many tensors were compared; None if no step was trained.
     """
     step, compared = ck.metadata.step, 0
     if report.step == step:
-        return report, 1
+        return report, None
     assert step_fn is not None  # noqa: S101 - checked by the caller
     for place in parts[1:]:
         step_fn((report.step or 0) + 1)

@@ -10,7 +10,7 @@ from ucformat.references import open_reference
 from ucformat.storage.url import open_store
 from ucformat.torch.comm.group import TIMEOUT, group_for_call
 from ucformat.torch.loading.arguments import LoadArguments
-from ucformat.torch.loading.deltas import chain_of
+from ucformat.torch.loading.deltas import chain_of, number_in
 from ucformat.torch.loading.replay import replay
 from ucformat.torch.manager.steps import list_steps
 from ucformat.torch.saving.save import save
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from ucformat.torch.comm.group import Group
+    from ucformat.torch.loading.deltas import ChainLink
     from ucformat.torch.loading.load import LoadReport
+    from ucformat.torch.manager.steps import RunStep
 
 __all__ = ["merge_deltas"]
 
@@ -54,14 +56,13 @@ def merge_deltas(
         raise UsageError(f"{into} is the run itself", hint="merge into another folder")
     timeout, group = arguments.get("timeout", TIMEOUT), arguments.get("group")
     with group_for_call("merge_deltas", run, group, timeout) as ranks:
-        newest: str = ranks.combine(None, then=lambda _: _newest(run), answer_kind=str)
-        start = find_merged(newest, into, ranks) if newest else None
+        found: tuple[str, str] = ranks.combine(
+            None, then=lambda _: _to_merge(run, into), answer_kind=tuple[str, str]
+        )
+    newest, start = found
     if not newest:
         return None
-    merged = None if start is None else read_manifest(open_store(start))[0].step
-    if merged is not None and merged == read_manifest(open_store(newest))[0].step:
-        return None
-    report = replay(newest, state, step_fn, start=start, **arguments)
+    report = replay(newest, state, step_fn, start=start or None, **arguments)
     place = f"{open_store(into).url}/step-{report.step:08}"
     save(
         state,
@@ -75,28 +76,43 @@ def merge_deltas(
     return report
 
 
-def _newest(run: str | PathLike[str]) -> str:
-    """The place of the newest checkpoint of a run, if it has deltas; empty if not."""
+def _to_merge(run: str | PathLike[str], into: str | PathLike[str]) -> tuple[str, str]:
+    """The places of the newest checkpoint of a run and of the newest one that is merged; empty if there is none."""
     steps = list_steps(open_store(run).url).steps
-    if not steps or read_manifest(open_store(steps[0].url))[0].deltas is None:
-        return ""
-    return steps[0].url
+    chain = _chain(steps[0].url) if steps else []
+    merged = _newest_merged(chain, into) if chain else None
+    if not chain or (merged is not None and merged.step == steps[0].step):
+        return "", ""
+    return steps[0].url, "" if merged is None else merged.url
 
 
-def find_merged(ref: str, into: str | PathLike[str], ranks: Group) -> str | None:
-    """The place of the newest whole checkpoint that was made of a chain of deltas; None if there is none."""
+def find_merged(ref: str, into: str | PathLike[str], ranks: Group) -> str:
+    """The place of the newest whole checkpoint that was made of a chain of deltas; empty if there is none."""
 
     def find(_: None) -> str:
-        ck = open_reference(ref).universal
-        if ck is None or ck.manifest.deltas is None:
-            return ""
-        chain = {(link.manifest.id, link.manifest.step) for link in chain_of(ref, ck)[1:]}
-        steps = list_steps(open_store(into).url).steps
-        within = [s for s in steps if s.step <= (ck.manifest.step or 0)]
-        for step in sorted(within, key=lambda s: s.step, reverse=True):
-            edges = read_manifest(open_store(step.url))[0].lineage
-            if not chain.isdisjoint((edge.id, step.step) for edge in edges):
-                return step.url
-        return ""
+        chain = _chain(ref)
+        merged = _newest_merged(chain, into) if chain else None
+        return "" if merged is None else merged.url
 
-    return ranks.combine(None, then=find, answer_kind=str) or None
+    place: str = ranks.combine(None, then=find, answer_kind=str)
+    return place
+
+
+def _chain(ref: str) -> list[ChainLink]:
+    """The chain of a checkpoint of deltas; none of another one."""
+    ck = open_reference(ref).universal
+    return [] if ck is None or ck.manifest.deltas is None else chain_of(ref, ck)
+
+
+def _newest_merged(chain: list[ChainLink], into: str | PathLike[str]) -> RunStep | None:
+    """The newest whole checkpoint that was made of deltas of a chain."""
+    made = {link.manifest.step for link in chain[1:]}
+    steps = (s for s in list_steps(open_store(into).url).steps if s.step in made)
+    return next(
+        (
+            step
+            for step in sorted(steps, key=lambda s: s.step, reverse=True)
+            if number_in(chain, read_manifest(open_store(step.url))[0]) is not None
+        ),
+        None,
+    )

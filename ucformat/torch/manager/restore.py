@@ -333,8 +333,8 @@ def _replay(
     options: Mapping[str, Any],
 ) -> LoadReport:
     """Replay a checkpoint from the newest merged one, or if that is damaged from the whole one of its chain."""
-    start = find_merged(ck.url, merged, ranks) if merged else None
-    if start is not None:
+    start = find_merged(ck.url, merged, ranks) if merged else ""
+    if start:
         try:
             return replay(ck, state, step_fn, start=start, **options)
         except (IntegrityError, NotCertified) as error:  # raised on all ranks

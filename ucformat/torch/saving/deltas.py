@@ -9,7 +9,7 @@ from zlib import crc32
 
 from ucformat.errors import UsageError, first_names
 from ucformat.schema.limits import MAX_BATCH, MAX_CHAIN
-from ucformat.schema.manifest import DELTA, DeltasDoc, is_delta
+from ucformat.schema.manifest import DeltasDoc, delta_state, is_delta
 from ucformat.torch.comm.merging import bits_of
 from ucformat.torch.comm.wire import message
 from ucformat.torch.saving.experts import HeldByRanks, rows_of_bits
@@ -71,11 +71,6 @@ class Deltas:
         if not 1 <= self.max_chain < MAX_CHAIN:
             raise UsageError(f"max_chain must be 1 to {MAX_CHAIN - 1}, not {self.max_chain}")
 
-    @property
-    def needs_tokens(self) -> bool:
-        """No: what is saved does not depend on counts of tokens."""
-        return False
-
 
 class DeltaSelection:
     """What of a base stands for what a delta checkpoint does not save: all that its deltas change.
@@ -114,12 +109,11 @@ class DeltaSelection:
     @cached_property
     def checked(self) -> dict[str, int]:
         """The weights of which a row is saved, and its number."""
-        from ucformat.torch.state.deltas import row_checked  # not above: the writer has no torch
-
         first, table = self._batch.first, self.base.tensors
-        left = {doc.name: doc for doc in table if doc.state == "weight" and self._is_left(doc.name)}
-        order = sorted(left, key=lambda name: crc32(f"{name} {first}".encode()))
-        return {name: row_checked(first, name, left[name].shape) for name in order[:_CHECKED]}
+        left = [d for d in table if d.state == "weight" and self._is_left(d.name)]
+        left.sort(key=lambda doc: crc32(f"{doc.name} {first}".encode()))
+        rows = {doc.name: doc.shape[0] if len(doc.shape) > 1 else 1 for doc in left[:_CHECKED]}
+        return {n: crc32(f"{first} {n}".encode()) % max(1, rows[n]) for n in rows}
 
     def check(self, local: LocalState) -> tuple[LocalShard, ...]:
         """The rows of this rank that are saved.
@@ -127,7 +121,7 @@ class DeltaSelection:
         Raises:
             UsageError: the optimizer has parameters that the base's has not.
         """
-        from ucformat.torch.state.deltas import checked_part
+        from ucformat.torch.state.deltas import checked_part  # not above: the writer has no torch
 
         before = {name for group in self.base.groups for name in group.params}
         new = {name for group in local.groups for name in group["params"]} - before
@@ -136,7 +130,7 @@ class DeltaSelection:
                 f"the optimizer has {first_names(sorted(new), 5)}, which it did not have when everything was saved",
                 hint="save everything when parameters are added: without deltas=; Manager.save with force=True",
             )
-        state = f"{DELTA}.{self._batch.first}.check"
+        state = f"{delta_state(self._batch.first)}.check"
         return tuple(
             part
             for t in local.tensors

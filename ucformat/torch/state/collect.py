@@ -609,7 +609,7 @@ def _load_copies(
     now = module.state_dict() if kept else {}
     for key, value in kept.items():
         loaded_tensors = _innermost(now[key]) if key in now else []
-        if len(loaded_tensors) != len(value) or not all(map(_same_bits, loaded_tensors, value)):
+        if len(loaded_tensors) != len(value) or not all(map(same_bits, loaded_tensors, value)):
             raise StateMismatch(
                 f"{label}.{key} is not as it was saved after the module has loaded it: its "
                 "state_dict makes this value "
@@ -628,7 +628,8 @@ def _innermost(tensor: torch.Tensor) -> list[torch.Tensor]:
     )
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are alike, and equal bit for bit."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return bool(torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b))))

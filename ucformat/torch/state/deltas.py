@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,13 +12,43 @@ import torch
 from ucformat.errors import UnsupportedError, UsageError, first_names
 from ucformat.geometry.box import Box, row_major
 from ucformat.geometry.tensor import Piece, TensorInfo
-from ucformat.schema.manifest import DELTA, SparseDeltaDoc
+from ucformat.schema.manifest import SparseDeltaDoc, delta_state
+from ucformat.torch.state.collect import collect
 from ucformat.torch.state.fingerprint import piece_in
 from ucformat.torch.state.local import LocalShard, local_of
 from ucformat.torch.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ucformat.torch.state.collect import CollectedState
+
+
+def gradients(
+    state: Mapping[str, Any], names: Mapping[str, int] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the gradients of the parameters of a state's optimizers, by the names that checkpoints have.
+
+    They are those that optimizers apply if this is called before their `step`, after gradients were
+    reduced, unscaled, compressed and clipped. They are the gradients themselves, which the next step
+    changes: `Manager` copies them, and for `save` keep a `clone()` of each.
+
+    Args:
+        state: as for `save`.
+        names: as for `save`.
+    """
+    optimized = optimized_parameters(collect(state, names or {}))
+    return {name: p.grad for name, p in optimized.items() if p.grad is not None}
+
+
+def optimized_parameters(collected: CollectedState) -> dict[str, torch.Tensor]:
+    """The parameters of optimizers, by their names in checkpoints."""
+    return {
+        collected.prefixes.get(path, "") + name: parameter
+        for path, optimizers in collected.optimizers.items()
+        for optimizer in optimizers
+        for name, parameter in optimizer.params.items()
+    }
 
 
 def copy_deltas(step: int, deltas: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -99,7 +128,7 @@ def stack_deltas(deltas: Mapping[int, Mapping[str, torch.Tensor]], step: int | N
     names = list(dict.fromkeys(name for number in steps for name in deltas[number]))
     tensors = list[LocalShard]()
     partial, sparse = dict[str, tuple[int, ...]](), dict[str, SparseDeltaDoc]()
-    state = f"{DELTA}.{steps[0]}"
+    state = delta_state(steps[0])
     for name in names:
         present = [number for number in steps if name in deltas[number]]
         parts = [deltas[number][name] for number in present]
@@ -173,11 +202,6 @@ def _stack_dtensors(name: str, parts: Sequence[Any]) -> torch.Tensor:
     )
 
 
-def row_checked(first: int, name: str, shape: Sequence[int]) -> int:
-    """The number of the row of a weight that is checked in the checkpoint of the deltas that begin with a step."""
-    return zlib.crc32(f"{first} {name}".encode()) % max(1, shape[0] if len(shape) > 1 else 1)
-
-
 def checked_part(weight: LocalShard, row: int, state: str) -> LocalShard:
     """A row of a weight, or all of one of at most one dim, as far as this rank has it: a tensor of its own."""
     shape = weight.info.shape
@@ -189,9 +213,7 @@ def checked_part(weight: LocalShard, row: int, state: str) -> LocalShard:
         box = piece.box.intersect(rows)
         if box is None:
             continue
-        within = zip(box.start, piece.box.start, piece.strides, strict=True)
-        offset = piece.offset + sum((a - b) * stride for a, b, stride in within)
-        parts.append(piece_in(weight.tensor, Piece(box, offset, piece.strides)).reshape(-1))
+        parts.append(piece_in(weight.tensor, piece.part(box)).reshape(-1))
         start = box.start if len(shape) < 2 else (0, *box.start[1:])
         pieces.append(Piece(Box(start, box.shape), at, row_major(box.shape)))
         at += box.size
