@@ -28,6 +28,11 @@ class CollectedDeltas:
         self.whole: int | None = None
 
     @property
+    def merged(self) -> str | None:
+        """Where whole checkpoints are made of deltas."""
+        return self._options.merged
+
+    @property
     def first(self) -> int | None:
         """The first step that is not saved; None if there is none."""
         return min(self._steps, default=None)

@@ -283,7 +283,8 @@ class Manager:
                 not committed.
             Conflict: a checkpoint of this step exists.
         """
-        if not self._is_due(step, deltas, force=force):
+        self._collect(step, deltas, force=force)
+        if not self._is_due(step, force=force):
             return None
         ending = self._stopping and not self._saved_for_stop
         try:
@@ -374,8 +375,7 @@ class Manager:
         ranks = self._ranks()
         places = self._run_places(ranks)
         try:
-            partial = self._arguments.get("partial")
-            merged = partial.merged if isinstance(partial, Deltas) else None
+            merged = None if self._deltas is None else self._deltas.merged
             restored = restore_newest(places, state, verify, ranks, options, step_fn, merged)
         finally:
             places.close()
@@ -480,10 +480,15 @@ class Manager:
             raise self._late()
         return group_of(self._group, self._timeout, f"Manager {self.url}")
 
-    def _is_due(self, step: int, deltas: Mapping[str, torch.Tensor] | None, *, force: bool) -> bool:
-        """Whether to save a step, as `should_save` has said, if it was asked; its deltas are collected."""
+    def _collect(
+        self, step: int, deltas: Mapping[str, torch.Tensor] | None, *, force: bool
+    ) -> None:
+        """Copy the deltas of a step, if they are saved; the last step may be saved again without."""
         if self._deltas is not None and (deltas is not None or step != self._last_step):
             self._deltas.add(step, deltas, force=force)
+
+    def _is_due(self, step: int, *, force: bool) -> bool:
+        """Whether to save a step, as `should_save` has said, if it was asked."""
         decided, self._decided = self._decided, None
         if decided is not None and decided[0] == step:
             return decided[1] or force

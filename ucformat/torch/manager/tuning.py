@@ -115,16 +115,13 @@ def tune_deltas(
             hint=f"positive seconds, a batch of at most {_MAX_BATCH}, and a chain of at most {MAX_CHAIN - 1}",
         )
 
-    def wasted(batch: int, full: int) -> float:
-        return wasted_share(costs, mtbf, batch, full)
-
     batch, full = min(
         (
             (b, full)
             for b in range(1, max_batch + 1)
             for full in _candidates(costs, mtbf, b, max_chain)
         ),
-        key=lambda chosen: wasted(*chosen),
+        key=lambda chosen: wasted_share(costs, mtbf, *chosen),
     )
     return Deltas(batch=batch, full=full, max_chain=max_chain)
 
@@ -139,14 +136,12 @@ def wasted_share(costs: DeltaCosts, mtbf: float, batch: int, full: int) -> float
 def _candidates(costs: DeltaCosts, mtbf: float, batch: int, max_chain: int) -> Sequence[int]:
     """The numbers of steps between whole saves among which the best one is, for a batch."""
     most = batch * (max_chain + 1)
-    least_waste = math.inf
+    best = math.inf
     if costs.step:
-        least_waste = math.sqrt(2 * costs.whole * mtbf / (costs.iteration * costs.step))
-    if least_waste >= most:
+        best = math.sqrt(2 * costs.whole * mtbf / (costs.iteration * costs.step))
+    if best >= most:
         return (most,)
-    return tuple(
-        max(batch, min(most, n)) for n in (math.floor(least_waste), math.ceil(least_waste))
-    )
+    return tuple(max(batch, min(most, n)) for n in (math.floor(best), math.ceil(best)))
 
 
 def _stall(manifest: Manifest) -> float:
